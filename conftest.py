@@ -1,8 +1,8 @@
 """pytest's configuration for this repository: pytest loads it for tests and for benchmarks.
 
-It sets environment variables that Triton and CUDA read when they start, gives the plugin `lmsys.bench.plugin` this
-repository's options and sweeps, and deselects tests that a plain run leaves out: those with the marks in HOW. To add
-such a mark, declare it in pyproject.toml, and add a line to HOW and a name to ASKED. Helpers and fixtures that only
+This file sets environment variables that Triton and CUDA read when they start, gives the plugin `lmsys.bench.plugin`
+this repository's options and sweeps, and deselects tests that a plain run leaves out: those with the marks in HOW. To
+add such a mark, declare it in pyproject.toml, and add a line to HOW and a name to ASKED. Helpers and fixtures that only
 tests use are in tests/conftest.py.
 """
 
@@ -46,9 +46,9 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
-    """The sweeps that --sweep can name, {name: {device: sweep}}; for a GPU without bfloat16, in other dtypes.
+    """The sweeps that --sweep can name, {name: {device: sweep}}; on a GPU without bfloat16 they take other dtypes.
 
-    It is a hook of the plugin `lmsys.bench.plugin`.
+    The plugin `lmsys.bench.plugin` calls this hook.
     """
     from benchmarks.sweeps import SWEEPS, without_bfloat16
 
@@ -70,7 +70,7 @@ def has_bfloat16() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
-LEFT_OUT = pytest.StashKey[dict[str, int]]()  # in `config.stash`: {mark: number of tests that were left out}
+LEFT_OUT = pytest.StashKey[dict[str, int]]()  # key of `config.stash`; value: {mark: how many tests were left out}
 HOW = {  # by mark: the end of the line "tests left out, ..." in pytest's summary; {} is their number
     "gpu": "which need a GPU: {} (python -m pytest -m gpu, where there is one)",
     "long": "which compile, or start many processes: {} (python3 -m nox -s long, as CI does)",

@@ -4,10 +4,11 @@
 # ///
 """Checks that a change must pass, as sessions of nox: `python3 -m nox` runs lint, tests and bench.
 
-On request, by `python3 -m nox -s NAME`, run: long, gpu, newest, tritons, fuzz, commands, browser, report, docs, site,
-package. Each session makes a virtual environment and runs commands that docs/install.md explains, so that they also run
-without nox. `python3 -m nox -s bench -- --sweep full` passes what follows `--` to the command. A new session is a
-function here. Continuous integration runs the sessions that .ci/run and .github/workflows name.
+These sessions run only on request, by `python3 -m nox -s NAME`: long, gpu, newest, tritons, fuzz, commands, browser,
+report, docs, site, package. Each session makes a virtual environment and runs commands that docs/install.md explains:
+they can also be run without nox. Words after `--` go to the command, as in `python3 -m nox -s bench -- --sweep full`. A
+new session is a function here with the decorator `nox.session`; `default=False` makes it one on request. Continuous
+integration runs the sessions that .ci/run and .github/workflows name.
 """
 
 import argparse
@@ -26,10 +27,10 @@ nox.options.reuse_venv = "yes"
 
 TORCH = "torch==2.13.0"  # the version that sessions install
 TRITON = "triton==3.6.0"  # installed where torch is built for CPUs and brings none: its interpreter runs the kernels
-TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # all known
+TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # supported
 SITE = Path("reports/site")  # where the session `report` builds its page
-WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # processes that run tests: one may wait while others compute
-NOTHING_TO_BUILD = 3  # exit code of flash_cuda's build without a compiler: its row then says why, others are tested
+WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # processes that run tests; one more than CPUs, as one often waits
+NOTHING_TO_BUILD = 3  # exit code of flash_cuda's build without a compiler: the tests of other rows can still run
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 

@@ -1,4 +1,4 @@
-"""`lmsys`: one door to every command. Alone it shows this machine and what it can run.
+"""`lmsys COMMAND` runs a command. `lmsys` alone shows this machine and what it can run.
 
 This file is the script `lmsys` and `python -m lmsys`. It imports no torch itself, so that it starts at once: the module
 of a command is imported when the command runs. To add a command, add it to `lmsys.commands.COMMANDS`.
@@ -15,8 +15,8 @@ from lmsys.commands import COMMANDS, USAGE, missing
 def main() -> int:
     """Runs the module of the command that the first argument names, as `python -m` would, with the other arguments.
 
-    Most commands end by SystemExit with a status of their own. Of others the exit status is returned: 0, or USAGE if
-    the command imports a package that is not installed.
+    Most commands end by SystemExit with a status of their own. For other commands this returns the exit status: 0, or
+    USAGE if the command imports a package that is not installed.
     """
     lines = "\n".join(f"  {next(iter(command.examples)):48}{command.about}" for command in COMMANDS.values())
     parser = argparse.ArgumentParser(

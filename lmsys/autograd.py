@@ -1,6 +1,7 @@
 """Helpers of hand-written autograd Functions: to refuse derivatives that they lack, and to ask if torch traces them.
 
-The Functions of `lmsys.attention` and `lmsys.model` use this module.
+The Functions of `lmsys.attention` and `lmsys.model` use this module. With `--against` an earlier state of the code uses
+its own version of this file (`lmsys.bench.checkout.ROWS`).
 """
 
 from collections.abc import Callable
@@ -15,8 +16,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     Under create_graph=True torch runs a backward with gradients enabled; the decorated function checks for that.
 
-    torch's decorator of this name raises only when a second backward reaches its own node. `torch.autograd.grad` of
-    other inputs never visits that node, and silently counts its derivatives as zero.
+    torch's own `once_differentiable` raises only when a second backward reaches the Function's node in the graph. A
+    `torch.autograd.grad` for other inputs never visits that node, and silently counts its derivatives as zero.
     """
 
     @wraps(backward)
@@ -38,14 +39,14 @@ def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
 
 
 def is_transformed() -> bool:
-    """True inside of `torch.func.grad`, `vjp`, `vmap` and the like, which see into plain PyTorch."""
+    """True inside of `torch.func.grad`, `vjp`, `vmap` and the like, which transform plain PyTorch operators."""
     return torch._C._are_functorch_transforms_active()
 
 
 def is_watched() -> bool:
-    """True where torch.compile, torch.func or a dispatch mode follows what is called.
+    """True where torch.compile, torch.func or a dispatch mode records or changes the operators that are called.
 
-    Selective checkpointing, counters of operations and fake tensors are dispatch modes. All of them see only calls of
+    Selective checkpointing, counters of operations and fake tensors are dispatch modes. All of these see only calls of
     registered operators.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()

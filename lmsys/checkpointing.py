@@ -1,9 +1,9 @@
 """Activation checkpointing: what each block keeps for its backward, and which blocks are run again. Imports no torch.
 
-This module reads the setting `checkpoint_blocks` of a `ModelConfig`. The model acts on it (`lmsys.model.selective`),
-`lmsys.cost.memory` predicts the memory. The more a block keeps, the less it recomputes. A new level is a name in
-LEVELS, and a case in these two modules and in `benchmarks.model.llama` (KEPT_MATMULS). The feed-forward of a block is
-W2 (silu(W1 x) · W3 x). A block of the level
+This module reads the setting `checkpoint_blocks` of a `ModelConfig`, which gives each block of a Transformer a *level*.
+The model acts on the levels (`lmsys.model.selective`), and `lmsys.cost.memory` predicts the memory. The more a block
+keeps, the less it recomputes. A new level is a name in LEVELS, a paragraph below, and a case in these two modules and
+in `benchmarks.model.llama` (KEPT_MATMULS). The feed-forward of a block is W2 (silu(W1 x) · W3 x). A block of the level
 
 none       keeps all that its backward reads
 matmuls    keeps its input, q, k, v, what the attention kernel keeps beside them (o and the log-sum-exp), the output of
@@ -25,7 +25,7 @@ RUN = re.compile(rf"({'|'.join(LEVELS)})\*([1-9][0-9]{{0,8}})")  # a level and a
 
 
 class Group(NamedTuple):
-    """The blocks `first` to `stop` - 1, of one level. At the level "whole" they keep only the first block's input."""
+    """The blocks `first` to `stop` - 1, of one level. At the level "whole" only the first block's input is kept."""
 
     first: int
     stop: int
@@ -37,7 +37,7 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
 
     ValueError for a wrong setting, and for "fit", which `lmsys.cost.memory.fit` must replace first.
     """
-    # runs: (the level, the number of blocks, how many of them make a group), in the order of the blocks
+    # runs: [(the level, the number of blocks, how many of these blocks make a group)], in the order of the blocks
     if isinstance(checkpoint_blocks, int):
         values.hold(
             (

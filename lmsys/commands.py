@@ -1,8 +1,8 @@
 """The commands of `lmsys`, their help by example, and how to install what is missing. Imports no torch.
 
-`lmsys/__main__.py` runs the modules of COMMANDS, and the `main` of each makes its `parser` here. If a package is not
-installed, commands and `lmsys.registry` get the advice how to install it from `missing` and `with_extra`. A new command
-is a module that `python -m` can run, and an entry of COMMANDS.
+`lmsys/__main__.py` runs the modules of COMMANDS, and the `main` of each gets its argument parser from `parser` here. If
+a package is not installed, commands and `lmsys.registry` get the advice how to install it from `missing` and
+`with_extra`. A new command is a module that `python -m` can run, and an entry of COMMANDS.
 """
 
 import argparse
@@ -23,9 +23,9 @@ EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"
 class Command:
     """A command of `lmsys`.
 
-    module    what `python -m` runs
-    about     what it does, in a sentence
-    examples  by command line: what it does
+    module    the module that `python -m` runs
+    about     a sentence that says what the command does
+    examples  {command line: what it does}
     """
 
     module: str

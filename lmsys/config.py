@@ -1,7 +1,8 @@
 """The configuration of a model, in plain values: frozen, checked, and JSON there and back. Imports no torch.
 
-`TransformerLM`, benchmarks and `lmsys train` (as the section `model`) take a `ModelConfig`. A new field is a line in
-the class and in its docstring.
+`TransformerLM`, benchmarks and `lmsys train` (as the section `model` of its config) take a `ModelConfig`. A new field
+is a line in the class and in its docstring, with a default, so that configs which lack it still work. A new named size
+is a line in SIZES.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """torch's deterministic mode, in which kernels give the same bits for the same inputs, or raise an error.
 
-Reproducible training and benchmarks of deterministic cases run in it. The bench also checks that no implementation
-that it measures changes the mode.
+Reproducible training and benchmarks of deterministic cases run in this mode. `lmsys.bench.guard` also checks, by `mode`
+and `set_mode`, that no implementation that is measured changes the mode.
 """
 
 import os

@@ -2,10 +2,11 @@
 
     doing.now("in step 12")
 
-The training loop, the trainings of `lmsys check` and the ranks of `lmsys.parallel.group` write it. `lmsys.watchdog` and
-`lmsys.parallel.group` read it for their error messages. The line lies in a file that both processes have mapped into
-their memory: writing it takes about a microsecond. The file has no name, so that none is left behind. The bench shares
-its heartbeat (`lmsys.bench.watch`) through such a file, too. Imports no torch.
+The training loop, the trainings of `lmsys check` and the ranks of `lmsys.parallel.group` write the line.
+`lmsys.watchdog` and `lmsys.parallel.group` read it for their error messages. The line lies in a file that both
+processes have mapped into their memory: writing it takes about a microsecond. The file has no name in any folder, so
+that no file is left behind. `lmsys.bench.watch` shares its own data, the heartbeat, through such a file, too. Imports
+no torch.
 """
 
 import mmap
@@ -15,7 +16,7 @@ from typing import Any
 
 SIZE = mmap.PAGESIZE  # bytes of a shared file
 LENGTH = 128  # bytes of a line; a longer one is cut off
-AT_FIRST = "as it began"  # what is read before the first line was written
+AT_FIRST = "as it began"  # the line that readers get before one was written
 
 
 def shared_file() -> int:
@@ -30,7 +31,7 @@ def map_file(file: int) -> mmap.mmap:
     return mmap.mmap(file, SIZE)
 
 
-_memory: Any = bytearray(SIZE)  # of this process alone until it is shared
+_memory: Any = bytearray(SIZE)  # holds this process's line; it belongs to this process alone until `share` is called
 
 
 def share(file: int) -> None:

@@ -6,8 +6,9 @@ bytes is nearly normal, and 13 more bits fill the mantissa of float32. The value
 *draw* for a tensor is a window of the stream, as long as the tensor. So a new draw costs one copy, and any part of it
 can be computed again by itself.
 
-The bench fills the inputs of timed calls by `Draws`, and `lmsys verify` draws parts of them again by `part`. Checks
-draw their inputs by `values` and `whole_numbers`, with `key(seed, name)` as the seed.
+Benchmarks fill the inputs of timed calls by `Draws`, and `lmsys verify` draws parts of them again by `part`. Checks
+draw their inputs by `values` and `whole_numbers`, with `key(seed, name)` as the seed. A change that makes any of these
+functions, or `lmsys.extremes`, give other values needs a new VERSION, since result files name it.
 """
 
 import random
@@ -17,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-VERSION = "philox4x32-10/2"  # change it with any change of the values that are drawn: result files name it
+VERSION = "philox4x32-10/2"  # result files name it; extreme values (`lmsys.extremes`) are a part of what is drawn
 STD = (4 * (256**2 - 1) / 12) ** 0.5  # standard deviation of the sum of four bytes
 STARTS = 2**16  # how many places of a stream a draw can begin at
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57  # constants of Philox, and so are the next two
@@ -57,7 +58,7 @@ def values(seed: int, first: int, count: int, device: str | torch.device = "cpu"
 
 
 def whole_numbers(seed: int, first: int, count: int, below: int, device: str | torch.device = "cpu") -> Tensor:
-    """The `count` whole numbers of the seed's stream from `first` on: 0 <= number < below, all equally likely, int64.
+    """The `count` whole numbers of the seed's stream from `first` on, int64: 0 <= number < below, all equally likely.
 
     `below` is at most 2**31.
     """
@@ -74,7 +75,7 @@ def _stream(
 ) -> Tensor:
     """The elements `first` to `first` + `count` - 1 of a seed's stream, (count,). `of` makes elements from words.
 
-    They are computed in pieces of 4 _AT_ONCE elements, as temporaries would need much memory.
+    They are computed in pieces of 4 _AT_ONCE elements, so that temporaries need little memory.
     """
     elements = torch.empty(count, dtype=dtype, device=device)
     for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
@@ -159,8 +160,8 @@ def part(
 ) -> Tensor:
     """`count` elements, from `first` on, of what `Draws.fill` writes into a tensor as draw number `draw`, on a CPU.
 
-    Only the blocks of _BLOCK elements that have a part of these are computed. Draws are overlapping windows of one
-    stream: blocks that were computed for one draw are kept for the next.
+    Only those blocks of _BLOCK elements are computed that hold some of these elements. Draws are overlapping windows of
+    one stream: blocks that were computed for one draw are kept for the next.
 
     seed, name         the seed of the `Draws`, and the name of the tensor
     dtype, std, below  of the tensor, as in `Draws`

@@ -1,8 +1,8 @@
 """Writes files wholly or not at all, one process at a time; reads text; makes checksums; runs git. Imports no torch.
 
-Results, pages, tokens and checkpoints are written by `replacing` or `write_json`. Runs of the bench, trainings and
-downloads `claim` what they write. The attention kernel `flash_cuda` asks `check_private` before it loads its compiled
-code.
+Results, pages, tokens and checkpoints are written by `replacing` or `write_json`: a reader sees the old file or the
+whole new one. Runs of the bench, trainings and downloads `claim` the path that they write, so that no second process
+writes it. The attention kernel `flash_cuda` calls `check_private` before it loads its compiled code.
 """
 
 import errno
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """The output of `git words...` in a folder, stripped; None where git fails or is missing."""
+    """The output of `git words...` in a folder, without blanks at its ends; None where git fails or is missing."""
     try:
         ended = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
     except OSError:
@@ -91,8 +91,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Gives a file with a temporary name; at the end of `with` it is synced to the disk and renamed to `path`.
 
-    Its folder is made where there is none. After an exception `path` is as it was. FileExistsError for a folder, and
-    for a device such as /dev/null, which root would else replace by a file.
+    The folder of `path` is made where there is none. After an exception `path` is as it was. FileExistsError if `path`
+    is a folder, or a device such as /dev/null, which root would otherwise replace by a file.
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "it is there, and it is no file", str(path))
@@ -111,9 +111,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def claim(path: Path) -> Callable[[], None]:
     """Makes this process the only one that writes `path`, until it ends or calls the function that is returned.
 
-    Keep that function: it holds the lock file open, and the lock ends when the file is closed. The lock is
-    `<path>.lock`; `path` itself is not touched. Temporary files of `replacing` that a killed process has left beside
-    `path` are removed; so are those of the journal `<path>.partial`, into which the bench writes each record as it
+    The caller must keep that function: it holds the lock file open, and the lock ends when the file is closed. The lock
+    is `<path>.lock`; `path` itself is not touched. Temporary files of `replacing` that a killed process has left beside
+    `path` are removed. So are those of `<path>.partial`, the journal into which the bench writes each record as it
     comes, until it writes the result to `path`. ValueError, with the other process's number, where another process
     holds the lock.
     """
@@ -130,7 +130,7 @@ def claim(path: Path) -> Callable[[], None]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 break
-        file.close()  # the process that held it has removed the lock file meanwhile: open the new one
+        file.close()  # the process that held the lock has removed the lock file meanwhile: opens a new one
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
@@ -142,7 +142,7 @@ def claim(path: Path) -> Callable[[], None]:
     def release() -> None:
         """Ends the claim."""
         lock.unlink(missing_ok=True)
-        file.close()  # which ends the lock
+        file.close()  # this ends the lock
 
     return release
 

@@ -1,8 +1,9 @@
 """`lmsys` without a command: shows this machine, the rows that it can run, and what the other rows need.
 
 A *row* is an implementation in the table of attention or of data-parallel strategies. If a row cannot run here, the
-reason that is shown comes from its `why_not`. `lmsys.__main__` runs this module. A fact of the machine to show goes to
-FACTS, a use of `impl="auto"` to USES.
+reason that is shown comes from its `why_not`. `lmsys.__main__` runs this module. To show another fact of the machine,
+add its name to FACTS; to show the row that `impl="auto"` chooses in another use, add the use to USES. `remedy` depends
+on words in the reasons of rows: ANOTHER_GPU, and " needs ".
 """
 
 import os
@@ -24,8 +25,9 @@ from lmsys.registry import Entry
 
 GPUS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: Ampere, Hopper, Blackwell
 ANOTHER_GPU = "this GPU has"  # a row's reason has these words if another kind of GPU may run the case
-CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"  # advice
-USES: dict[str, dict[str, Any]] = {  # uses for which the choice of impl="auto" is shown: changes of a training's case
+CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"  # how to get a torch that can use a GPU
+# Uses for which the choice of impl="auto" is shown: {use: fields in which its case differs from that of a training}.
+USES: dict[str, dict[str, Any]] = {
     "training": {},
     "inference": {"grad": False},
     "training in windows": {"window": 64},
@@ -100,16 +102,16 @@ def _case(device: str, capability: tuple[int, int] | None = None) -> AttentionCa
 
 
 def _verdict(reasons: dict[str, str | None]) -> str:
-    """The dtypes that run, and the reasons for the others, in a line. reasons: by dtype; None: it runs."""
+    """A line with the dtypes that run, and the reasons against the others. reasons: by dtype; None: it runs."""
     able = [dtype for dtype, reason in reasons.items() if reason is None]
     refused = dict.fromkeys(reason for reason in reasons.values() if reason is not None)
     return f"{'runs ' + ', '.join(able) if able else 'no'}{': ' if refused else ''}{'; '.join(refused)}"
 
 
 def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> str:
-    """Says what a row that is refused here with `reason` needs.
+    """Says what the row `entry`, which cannot run here for this `reason`, needs.
 
-    A reason that names what is missing is the answer itself. Else the row is asked about GPUs of other kinds.
+    A reason that names a missing thing is the answer itself. Otherwise the row is asked about GPUs of other kinds.
 
     case  a function of `device` and `capability`, which returns the case that the row is asked about
     """

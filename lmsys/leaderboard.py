@@ -12,8 +12,9 @@ disturbed says so, and comes behind all others.
 
 A file is refused, with the reason, if `lmsys verify` finds something wrong or not proved, if it has no seal (checksums
 over its content), if no timed call of it could be judged again, and if it lacks the anchor in the workload, or another
-row that was timed beside it. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. Change what is refused in
-`_verified` and `_place`, the columns in HEADS and `_standings`, the page in reports/templates/leaderboard.html.
+row that was timed beside the anchor. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. To change which files are
+refused, edit `_verified` and `_place`; to change the columns, HEADS and `_standings`; to change the page,
+reports/templates/leaderboard.html.
 """
 
 import sys
@@ -27,7 +28,7 @@ from lmsys.reports import load, page, words
 from lmsys.verify import FOLDERS, NO_SEAL, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")  # of the page's columns
-# The times of a file, by row, then by case: (True if the machine was disturbed meanwhile, seconds).
+# The times of a file: {row: {case: (True if the machine was disturbed meanwhile, seconds)}}.
 Times = dict[str, dict[str, tuple[bool, float]]]
 # (True if neither row nor anchor was disturbed, speed, seconds, row, file): `ranked` sorts by it, the largest first.
 Place = tuple[bool, float, float, str, str]
@@ -77,7 +78,7 @@ def ranked(
         except ValueError as error:
             refused[path.name] = str(error)
     counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
-    # Of sets that occur equally often, the one whose names come last in the alphabet, so that the choice is repeatable.
+    # Of sets that occur equally often it is the one whose names come last in the alphabet: so the choice is repeatable.
     workload = max(counts, key=lambda cases: (counts[cases], sorted(cases)), default=frozenset())
     ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
     places = list[Place]()

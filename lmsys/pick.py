@@ -9,7 +9,8 @@ The module leaves out rows that were not right or not timed, rows of an earlier 
 window, documents or another option. A row that was timed while the machine was disturbed (busy or slowed) counts only
 if all rows of its case were. Rows that `attention` does not know here, such as those of a user's file, are left out as
 well, and the command prints their names. Exit codes: 0 the module is written, 2 the file has no such case, or bad
-usage.
+usage. A new option of attention that changes which row is fastest belongs in OPTIONS, so that its cases are left out,
+or in CASE and in MODULE.
 """
 
 import sys
@@ -26,9 +27,9 @@ Timed = tuple[bool, float, str]  # (True if the machine was disturbed, seconds, 
 CASE = "dtype", "causal", "batch", "heads", "kv_heads", "queries", "keys", "head_dim"
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "deterministic"  # cases with one are left out
 MEASURED = "gpu", "name", "torch", "triton", "commit", "date"  # the facts of the machine that MODULE names
-# (training, directions whose times are added up). Training has two entries: forward and backward timed in one call, and
-# timed one by one. If a case has both, the later entry counts, unless all its rows were disturbed and one of the
-# earlier entry's rows was not.
+# (True for training, directions whose times are added up). Training has two entries: forward and backward timed in one
+# call, and timed one by one. If a case has both, the later entry counts, unless all its rows were disturbed and one of
+# the earlier entry's rows was not.
 USES = (False, ("fwd",)), (True, ("fwdbwd",)), (True, ("fwd", "bwd"))
 # The module that is written, a template of str.format: a brace of the module itself is doubled.
 MODULE = '''"""The attention rows that were fastest in a run of lmsys bench; `lmsys pick` has written this file.
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Timed]:
-    """{(training, *values of CASE): the fastest row}; of a case that was measured twice, the last comparison counts."""
+    """{(training, *values of CASE): the fastest row}. If a case was measured twice, its last comparison counts."""
     fastest, plain = dict[tuple[Any, ...], Timed](), filter(_is_plain, records)
     for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:

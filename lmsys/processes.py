@@ -1,16 +1,17 @@
-"""Runs functions in Python processes of their own, which end with this one. Imports no torch.
+"""Runs functions in other Python processes, *workers*, which end when this process ends. Imports no torch.
 
     with Worker() as worker:
         result = worker.call(function, argument, timeout_s=10.0)
 
-The bench, `lmsys.parallel.group`, the tokenizer, `lmsys check` and `lmsys course` use it. A worker is a new interpreter
-that imports what its calls need. It is not forked, since a process with threads, such as torch's, cannot be forked
-safely. Nor does it run the caller's main module again, as the processes of multiprocessing do.
+The bench, `lmsys.parallel.group`, the tokenizer, `lmsys check` and `lmsys course` use this module. A worker is a new
+interpreter, which imports what its calls need. It is not forked, since a process with threads, such as torch's, cannot
+be forked safely. It does not run the caller's main module again either, as processes of multiprocessing do.
 
 A function is sent by its module and name, as pickle does, or as a text for `lmsys.registry.load_target`, such as
 "path.py:function". Arguments and results are pickled; with `tell` a call sends objects before its result. A worker
 prints where this process prints. A worker and all that it starts are in one process group. The group is killed when
-the worker is closed, or when this process has ended, whatever the worker is doing then.
+the worker is closed, or when this process has ended, whatever the worker is doing then. `_answer` and `tell` send
+messages from a worker, and `Worker.receive` reads them: change these together.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from typing import Any
 
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
-NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message, where the CPU's memory is exhausted
+NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # words of torch's message when the CPU's memory is exhausted
 GRACE_S = 5.0  # how long a process may take to end by itself
 # A shell command that waits until its input is closed, then kills its process group. The braces stand for `last_words`
 # of `Worker`.
@@ -79,7 +80,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The Failure that describes an error; call it inside of the `except` block, since it takes the traceback."""
+        """The Failure that describes an error. To be called inside of the `except` block: it takes the traceback."""
         exception = b""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
@@ -112,7 +113,7 @@ class Told:
 def tell(what: Any) -> None:
     """Sends an object from within a worker's call to the caller, who receives it as `Told` before the result.
 
-    Only in calls that begin with `Worker.send`: `Worker.call` takes the first thing that comes as the result.
+    For calls that `Worker.send` has begun: `Worker.call` takes the first thing that comes as the result.
     """
     _lines[0].send_bytes(pickle.dumps((None, Told(what)), protocol=5))
 
@@ -124,8 +125,8 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     environment  variables besides those of this process
     open_files   descriptors of open files that it inherits, under the same numbers
-    last_words   a shell command that runs when this process has ended, before the worker is killed; it inherits
-                 `open_files`, too. Its text must end with a semicolon
+    last_words   a shell command that runs when this process has ended, before the worker is killed. The command
+                 inherits `open_files`, too; its text must end with a semicolon
     path         its `sys.path`; None: that of this process
     folder       its working directory; None: that of this process
     """

@@ -6,10 +6,11 @@ benchmarks/bench_loss.py. To add a row, add an `Entry` to one of these tables. U
 the command line or by entry points of a package. The bench, `lmsys check`, `attention` and the training loop look rows
 up here.
 
-A trait that every table has is a field of `Traits` here; a trait of attention rows or of strategies is a field in
-`lmsys.traits`. A row names its code ("module:attr"), which is imported only when the row is used. So a machine that
-lacks a row's packages still lists and runs the others. For `--against`, `lmsys.bench.checkout` appends
-`lmsys/bench/earlier.py` to a copy of this file: if a name that rows use is dropped here, add it there.
+A *trait* is a fact about a row on which other code acts. A trait that rows of every table have is a field of `Traits`
+here; a trait of attention rows or of strategies is a field in `lmsys.traits`. A row names its code ("module:attr"),
+which is imported only when the row is used. So a machine that lacks a row's packages still lists and runs the others.
+For `--against`, which measures rows of an earlier commit, `lmsys.bench.checkout` appends `lmsys/bench/earlier.py` to a
+copy of this file: if a name that rows use is dropped here, add it there.
 """
 
 import difflib
@@ -39,9 +40,10 @@ ALIKE = 0.85  # difflib's ratio above which an attribute counts as a misspelt tr
 def load_target(target: str) -> Any:
     """The object that `module:attr` or `path.py:attr` names; for an autograd Function's `apply` the Function itself.
 
-    A user's file may export `attention = Attention.apply`, as Triton's tutorial does; the traits and the `forward` that
-    callers look at are attributes of the class. Raises ValueError when the text is malformed or a file does not define
-    the attribute, and whatever the module itself raises on import (ImportError when a package is missing).
+    A user's file may export `attention = Attention.apply`, as Triton's tutorial does, but callers read the traits and
+    the `forward`, which are attributes of the class `Attention`. Raises ValueError when the text is malformed or a file
+    does not define the attribute, and whatever the module itself raises on import (ImportError when a package is
+    missing).
     """
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
@@ -122,7 +124,7 @@ def message_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of a user's file in an error's traceback, in parentheses, for a message; "" where there is none."""
+    """The last line of a user's file in an error's traceback, as " (file, line N: its text)"; "" if there is none."""
     ours = str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"  # "<" begins names that are no file's
     frames = [
         frame
@@ -135,7 +137,7 @@ def place_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a row on which benchmarks, checks, reports and training act. Facts of one table are in a subclass.
+    """Facts about a row on which benchmarks, checks, reports and training act. A subclass adds those of one table.
 
     color     the color of the row in plots, "#rrggbb"; empty: the report chooses one
     baseline  a priority: speedups are relative to the timed row with the largest number; 0: never to this row
@@ -199,9 +201,9 @@ def _traits_of(traits_class: type[Traits], row: "Entry") -> Any:
 
 
 def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a row's function or class that are traits, and those that look like misspelt ones, by name.
+    """The attributes of a row's function or class that are traits or look like misspelt traits, by name.
 
-    The latter have a name much like a trait's and a value of its type; `Traits.checked` refuses them.
+    A misspelt one has a name much like a trait's, and a value of the trait's type; `Traits.checked` refuses it.
     """
     implementation = row.load()
     attributes = {name: getattr(implementation, name) for name in defaults if hasattr(implementation, name)}
@@ -216,13 +218,13 @@ def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
 class Entry:
     """One row of a table.
 
-    name      what it is asked for by: `--attention name`, `impl="name"`
+    name      the name by which users ask for it: `--attention name`, `impl="name"`
     target    `module:attr` or `path.py:attr`, loaded on first use
     label     its name in tables and plots; empty: the name
     peer      True for code that is not ours and is in the table for comparison
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
     extra     the optional dependency group (extra) of lmsys that installs the packages that the row needs
-    install   what stands behind "pip install" in the message about a missing package, if no extra installs it
+    install   the words after "pip install" in the message about a missing package, if no extra installs it
     traits    an instance of the table's class of traits: it states all of them. Or a mapping by name: it states some,
               and attributes of the row's function or class may state others; it is empty for a user's file. Read
               traits by `Traits.of`, which knows both

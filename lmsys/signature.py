@@ -1,9 +1,9 @@
 """Finds out how to call a function that a user wrote, by the names of its parameters.
 
-A role is what a parameter is for, such as "targets"; the parameter may have one of several usual names, such as "y".
-`lmsys.check`, for losses, norms, SwiGLU and rotary embeddings, and `lmsys.attention.contract`, for attention, have
-tables of the names that each role's parameter may have: to accept another name, add it there. They call `called` for a
-function and `built` for a module's class.
+A *role* is the purpose of a parameter, such as "targets"; the parameter may have one of several usual names, such as
+"y". `lmsys.check`, for losses, norms, SwiGLU and rotary embeddings, and `lmsys.attention.contract`, for attention, have
+tables of the names that each role's parameter may have: to accept another name, add it to such a table. These modules
+call `called` for a function, and `built` for a class derived from nn.Module.
 """
 
 import inspect
@@ -29,7 +29,7 @@ def is_module(implementation: Any) -> bool:
 
 
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of a call, by name.
+    """The parameters of a call of a function, an autograd Function, a module or a module's class, by name.
 
     For an autograd Function, or a module's class, they are those of its forward without the first one, ctx or self. The
     forward of a Function with a `setup_context` has no ctx, so all of its parameters are taken.
@@ -44,7 +44,7 @@ def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
 
 
 def names_of(parameters: Iterable[str]) -> set[str]:
-    """The names of parameters as they are compared with those of roles: in lower case, without outer underscores."""
+    """The names of parameters as they are compared with names of roles: lower case, no underscores at the ends."""
     return {name.strip("_").lower() for name in parameters}
 
 
@@ -53,7 +53,7 @@ class Called:
     """A function that is called with values by role.
 
     roles   {parameter name: role}, in the order of the signature
-    placed  {parameter name: default}, for parameters that get values by position: positional-only ones, and all of an
+    placed  {parameter name: default} of the parameters that get values by position: positional-only ones, and all of an
             autograd Function, whose `apply` takes no keywords
     """
 

@@ -1,9 +1,9 @@
 """Reads JSON strictly, and into config dataclasses: every error names the path and the value. Imports no torch.
 
-A config class derives from `Checked`, as those of `lmsys.config` and `lmsys.training.config` do. `overlay` sets its
-fields from JSON; `parse_setting` turns a setting of a command line into such JSON. Readers of other files call
-`read_json`. `Kept` keeps answers in the cache folder between runs. To allow another type for fields of configs, change
-`_typed` and `_called`.
+A config class derives from `Checked`, as those of `lmsys.config` and `lmsys.training.config` do. `overlay` sets fields
+of a config from JSON; `parse_setting` turns a setting of a command line into such JSON. Readers of other files call
+`read_json`. `Kept` keeps computed answers in the cache folder between runs. To allow another type for fields of
+configs, change `_typed` and `_called`.
 """
 
 import difflib
@@ -27,7 +27,7 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped UTF-16 surrogate: half of 
 def overlay(config: Any, given: Any, path: str = "") -> Any:
     """A copy of a config dataclass, and of dataclasses in it, with the values of the JSON object `given`.
 
-    path  where the config is in a larger one, such as "train", for messages
+    path  the place of `config` in a larger config, such as "train", for messages
 
     ValueError, with the JSON path, for an unknown key (it names similar ones), for a value of another type, and for
     whatever the dataclass itself refuses.
@@ -120,10 +120,10 @@ def read_json(path: Path, **kinds: type) -> Any:
 def parse_setting(config: Any, setting: str) -> Any:
     """PATH=VALUE as `overlay` takes it: `train.lr=3e-4` -> {"train": {"lr": 0.0003}}.
 
-    VALUE is JSON; text that is no JSON is a string, and needs no quotes. If the config declares a string, VALUE is
-    taken as text even if it is a number: `data.name=7` -> "7". Two kinds of VALUE stay JSON there: null, and a value of
-    another type that the config also allows. ValueError for a setting without `=`, or with an empty name in its path;
-    `overlay` refuses unknown names and values of a wrong type.
+    VALUE is JSON; text that is no JSON is a string, and needs no quotes. If the config declares a string at PATH, VALUE
+    is taken as text even if it is a number: `data.name=7` -> "7". Two kinds of VALUE are still read as JSON there:
+    null, and a value of another type that the config also allows. ValueError for a setting without `=`, or with an
+    empty name in its path; `overlay` refuses unknown names and values of a wrong type.
     """
     name, equals, text = setting.partition("=")
     hold((equals and all(keys := name.split(".")), f"{shortly(setting)}: must be PATH=VALUE, as in train.lr=3e-4"))
@@ -152,10 +152,10 @@ def paths(config: Any, path: str = "") -> Iterator[str]:
 def _nearest(config: Any, key: str, path: str) -> list[str]:
     """The paths of fields that an unknown key of `config` may mean.
 
-    They are at most two fields of the config with similar names. If there are none, they are at most two such fields
-    of the configs inside of it; if there are none either, all of its fields.
+    They are at most two fields of the config with similar names. If it has none, they are at most two such fields of
+    the configs inside of it; if these have none either, they are all fields of the config.
 
-    path  of the config itself
+    path  that of `config` in a larger config
     """
     prefix = f"{path}." if path else ""
     here = {field.name: prefix + field.name for field in fields(config)}

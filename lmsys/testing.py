@@ -1,16 +1,18 @@
-"""Inputs of attention, a float64 reference (the oracle), and the one rule of when a result is right.
+"""Inputs of attention, a float64 reference (the *oracle*), and the one rule that says when a result is right.
 
-Tests, `lmsys check`, the bench before it times a row, and `lmsys verify` use this rule. Besides it, `lmsys.course` has
-the tolerances of its handouts, some modules of `lmsys.check` add to a budget, and ERROR_RTOL and BUDGET_RTOL in
-benchmarks/models.py say how far errors and budgets may differ when `lmsys verify` recomputes them. A row is an
-implementation, here of attention. `make_inputs` draws inputs, `run` calls a row, and `Oracle(...).error_ratios` judges
-its outputs: it returns the error over its budget (the error that is allowed), so 1 or less is right. `ratio_of` judges
-tensors other than attention's, and `curve_ratios` trainings. To change a bound, change the function that its paragraph
-names; `lmsys verify` may then refuse older results, if the bound is smaller.
+Tests, `lmsys check`, the bench before it times a row, and `lmsys verify` use this rule. There are three more rules
+elsewhere: `lmsys.course` has the tolerances of its handouts, some modules of `lmsys.check` add to a budget, and
+ERROR_RTOL and BUDGET_RTOL in benchmarks/models.py say how far errors and budgets may differ when `lmsys verify`
+recomputes them. A *row* is an implementation, here of attention. The *budget* of a tensor is the error that is allowed.
+`make_inputs` draws inputs, `run` calls a row, and `Oracle(...).error_ratios` judges the row's outputs: it returns each
+error over its budget, so 1 or less is right. `ratio_of` judges tensors other than attention's, and `curve_ratios`
+trainings. To change a bound, change the function that its paragraph names; `lmsys verify` may then refuse older
+results, if the bound is smaller.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension; U (batch, key
 head) pairs that are checked, each with its G query heads; o output; do, dq, dk, dv gradients; P softmax of the scores;
-lse log-sum-exp of a query's scores; dP = do vᵀ; delta = Σ_d o do; dS = P (dP - delta); eps of t, eps32 of float32.
+lse log-sum-exp of a query's scores; dP = do vᵀ; delta = Σ_d o do; dS = P (dP - delta); eps and eps32 the machine
+epsilons (distances from 1 to the next number) of the dtype t that is judged and of float32; "slack" more budget.
 
 The bound (`_budget`, `Oracle.__init__`). The reference is `naive` in float64, on inputs that are already rounded to the
 dtype t of the row. A tensor x (o, dq, dk, dv) is right if
@@ -21,8 +23,8 @@ where naive_t (`naive` in t), the middle term and eps are of the dtype t. So a r
 PyTorch in that dtype, and a few roundings: those of the last two terms. The log-sum-exp is judged as float32. A float64
 result is judged as float32, too, since the reference is no more exact than such a result. The budget of a float32 o has
 eps32 / 2 max √n |ref| more slack, where n is the number of keys that a query sees: a sum that adds their products one
-after another is rounded n times, each time by at most eps32 / 2. If a query sees a key of large weight early, its error
-is that of one such sum, and the error of plain PyTorch may by chance be far smaller.
+after another is rounded n times, each time by at most eps32 / 2. If a query sees a key of large weight early, the error
+of o is that of one such sum, and the error of plain PyTorch may by chance be far smaller.
 
 Flash backwards (`_recomputing`) make errors that naive does not make. The budget allows for them; they matter in
 float32, not in bfloat16. A flash backward recomputes P as exp(score - lse), so the budget of dv has 4 eps32 max|lse|
@@ -34,10 +36,10 @@ Root mean square (`_rms_budgets`). In bfloat16 the bound above lets an error of 
 inputs must also meet rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with
 float32 scores and accumulation, in which only P, dS, and the o that the backward reads are rounded to t.
 
-Spots. A `Spot` is the part of a timed call's outputs that is judged. There every row must meet a root-mean-square bound
-(except in float32), with 3 rms(naive_t - ref) in place of 2 rms(mixed - ref), since a row might be less exact in timed
-calls than in its check. On the few elements of a spot naive_t may by chance be almost exact. So the budget of o has
-4 eps32 max|lse| max|o| more slack there, as the budget of dv has above (`_exponent`).
+Spots. A `Spot` is the part of a timed call's outputs that is judged. In a spot every row must meet a root-mean-square
+bound (except in float32), with 3 rms(naive_t - ref) in place of 2 rms(mixed - ref), since a row might be less exact in
+timed calls than in its check. On the few elements of a spot naive_t may by chance be almost exact. So the budget of o
+has 4 eps32 max|lse| max|o| more slack in a spot, as the budget of dv has above (`_exponent`).
 
 Extreme inputs (`lmsys.extremes`) are ones that a normal distribution does not give: |lse| may be thousands, and q
 hundreds. The budget of an extreme spot adds what every flash backward then loses, to first order
@@ -104,7 +106,7 @@ BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # by device: this many scores are 
 
 @dataclass(frozen=True)
 class Spot:
-    """A part of the outputs of a call, which is judged in place of all. Benchmarks and `lmsys.check.extremes` make it.
+    """A part of a call's outputs, which alone is judged. Benchmarks and `lmsys.check.extremes` make such parts.
 
     units    (batch, key head) pairs, each with its query heads
     rows     query rows; None: all
@@ -244,7 +246,7 @@ def run(
 
 
 def _dlse(do: Tensor, lse: Tensor) -> Tensor:
-    """The upstream gradient of a log-sum-exp that a row returns, (B, H, Q): the first column of do."""
+    """The gradient that a log-sum-exp which a row returns gets from upstream, (B, H, Q): the first column of do."""
     return do[..., 0].to(lse.dtype)
 
 
@@ -500,7 +502,7 @@ def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
 def larger_error(reference: Tensor, plain: Tensor, other: Tensor) -> Tensor:
     """For each element, the value of `plain` or of `other`, whichever has the larger error.
 
-    A function that is commonly written in several ways thus gets the budget of all of them.
+    As `plain` of `ratio_of` this gives a function that is commonly written in two ways the budget of both.
     """
     return torch.where((other - reference).abs() > (plain - reference).abs(), other, plain)
 

@@ -5,9 +5,10 @@ reports or the training loop act, so that they need not know rows by name. A row
 from the defaults, in its table or as attributes of its function or class; readers call `AttentionTraits.of(row)` and
 `StrategyTraits.of(row)`.
 
-A new trait is a field here and a line in the docstring. Traits that rows of every table have, such as `color` and
-`compiles`, are in `lmsys.registry.Traits`. With the benchmarks' option `--against` the packages of the tables are those
-of an earlier commit. These classes stand outside of them, so that today's benchmarks can read the traits of its rows.
+A new trait is a field here and a line in the docstring of its class. Traits that rows of every table have, such as
+`color` and `compiles`, are in `lmsys.registry.Traits`. With the benchmarks' option `--against` the packages that hold
+the tables (`lmsys.attention`, `lmsys.parallel`) are those of an earlier commit. These classes stand outside of the two
+packages, so that today's benchmarks can read the traits of rows of that commit.
 """
 
 from dataclasses import dataclass

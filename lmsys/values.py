@@ -1,9 +1,9 @@
 """Checks of values that users give. All packages call these functions where they get arguments. Imports no torch.
 
-A function that *holds* a value to be something returns the value if it is so. Else it raises a ValueError whose message
-names the value and says what would be right; `name` is the name in the message. `hold` checks any other condition. The
-types at the end are for fields of configs, see `lmsys.strict_json.Checked`. A check that several modules need is a new
-function here.
+A function that *holds* a value to be something checks the value: it returns the value if it is right, else it raises a
+ValueError whose message names the value and says what would be right. `name` is what the message calls the value.
+`hold` checks any other condition. The types at the end are for fields of configs, see `lmsys.strict_json.Checked`. A
+check that several modules need is a new function here.
 """
 
 import difflib
@@ -54,7 +54,7 @@ def finite(name: str, value: Any, above: float = -math.inf, least: float = -math
 
 
 def measured(name: str, value: Any, above: float = -math.inf, least: float = -math.inf) -> float:
-    """Holds `value` to be a finite number that is 0 or from 1 / BEYOND to BEYOND in size, so that ratios are finite."""
+    """Holds `value` to be a finite number, 0 or of a size from 1 / BEYOND to BEYOND, so that ratios are finite."""
     number = finite(name, value, above, least)
     if number and not 1 / BEYOND <= abs(number) <= BEYOND:
         raise ValueError(f"{name}={shortly(value)} must be 0 or of a size from {1 / BEYOND:g} to {BEYOND:g}")
@@ -136,7 +136,7 @@ def _bounds(least: float | None, most: float | None, above: float = -math.inf) -
 
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """The values of each key, of (key, value), in order of appearance."""
+    """{key: [its values]} of pairs (key, value); both keys and values in their order of appearance."""
     groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -144,7 +144,7 @@ def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
 
 
 def shortened(text: str) -> str:
-    """The message in a line that can be written anywhere, without its middle if it is longer than 10 SHORT."""
+    """The text in one line of printable characters; of a text longer than 10 SHORT the middle is left out."""
     text = "".join(x if x.isprintable() else " " for x in text)
     return text if len(text) <= 10 * SHORT else f"{text[: 5 * SHORT]} ... {text[-5 * SHORT :]}"
 

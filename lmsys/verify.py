@@ -1,16 +1,17 @@
 """`lmsys verify RESULT.json ... [--benchmarks FOLDER] ...`: recomputes what result files say, on any machine.
 
-It checks the seal (a hash) of the file and of every record; the statistics of samples; every field that is a function
-of others; work and rates from shapes; and whether that machine can be so fast. A record holds parts of the results of
-some timed calls: for these calls it draws the inputs again, and compares the parts with the oracle. The benchmarks' own
-code, from each FOLDER (default: benchmarks and dev), does that, so the command verifies benchmarks of your own, too.
+The command checks the seal (a hash) of the file and of every record; the statistics of samples; every field that is a
+function of others; work and rates from shapes; and whether the file's machine can be so fast. A record holds parts of
+the results of some timed calls: for these calls the command draws the inputs again, and compares the parts with the
+*oracle*, a reference of higher precision. The benchmarks' own code, from each FOLDER (default: benchmarks and dev),
+makes this comparison, so the command verifies benchmarks of your own, too.
 
 A time is *not proved* if its benchmark is not known here, or if its record has no seal, holds fewer checked calls than
-its benchmark keeps, holds one call twice, or lacks parts of a call. *Not recomputed* is no fault: a sentence names what
-it was, such as a head that is too large or a row that is not known here. Exit code 1: something is wrong or not proved;
-2: bad usage; 130: interrupted (Ctrl-C). Progress in a long file is printed to stderr.
+its benchmark keeps, holds one call twice, or lacks parts of a call. *Not recomputed* is no fault: a sentence says what
+was left out, such as a head that is too large or a row that is not known here. Exit code 1: something is wrong or not
+proved; 2: bad usage; 130: interrupted (Ctrl-C). Progress in a long file is printed to stderr.
 
-Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES. The command calls `main`, and
+Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES. `lmsys verify` runs `main`, and
 `lmsys.leaderboard` calls `verify`. A new check of every record belongs in `_of_record`; one that only a benchmark can
 make belongs in that benchmark's `repeat`.
 """

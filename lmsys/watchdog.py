@@ -5,9 +5,10 @@
 
 `lmsys train` and `TorchrunGroup` call these functions. When the rank dies, its watchdog reports which rank it was and
 what it was doing (`lmsys.doing`). torchrun's agent, the parent process of a node's ranks, then tells the other ranks
-to end. They have GRACE_S for that, and the watchdog kills them after it, since they may wait for the dead rank in a
-collective where no signal is handled. A rank that SIGSTOP has stopped for $LMSYS_STOPPED_S is reported and killed. A
-rank whose agent has died is told to end, and killed after SAVE_S. `Watchdog.watch` and `_look` have these rules.
+to end. They have GRACE_S for that. The watchdog then kills those that still run, since they may wait for the dead rank
+in a collective where no signal is handled. A rank that SIGSTOP has stopped for $LMSYS_STOPPED_S is reported and killed.
+A rank whose agent has died is told to end, and killed after SAVE_S. To change these rules, edit `Watchdog.watch` and
+`_look`.
 
 The watchdog reads from /proc that a rank is stopped. It does not conclude this from silence: a rank that compiles,
 downloads or saves is not stopped, however long that takes.
@@ -32,7 +33,7 @@ STOPPED_S = 15.0  # how long a rank may be stopped; $LMSYS_STOPPED_S overrides i
 GRACE_S = 10.0  # how long ranks may take to end when another has died
 SAVE_S = 25.0  # how long a rank may take to save and end when its agent is gone; torchrun itself allows 30
 PACKAGES = Path(__file__).parents[1]  # the folder that lmsys is imported from
-# Exit statuses, as of waitpid(2), of a rank that was done or that obeyed when it was told to end.
+# Exit statuses, in the form of waitpid(2), of a rank that was done, or that has ended because it was told to.
 TOLD_TO_END = (0, signal.SIGTERM, (128 + signal.SIGTERM) << 8, (128 + signal.SIGINT) << 8)
 SAID = b"said"  # the message to the watchdog of a rank that has reported its own failure, see `said`
 _watchdogs: list["subprocess.Popen[bytes]"] = []  # the running watchdog of this rank, if any
@@ -218,7 +219,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _exit_status(pid: int) -> int | None:
-    """The exit status, as of waitpid(2). None if the parent has collected it already: then /proc no longer shows it."""
+    """The exit status in the form of waitpid(2); None if the parent has collected it: then /proc no longer shows it."""
     status = 0
     while fields := _stat(pid):  # a process closes its files, and so the pipe, a moment before it becomes a zombie
         status = int(fields[-1])  # the last field of stat is the exit status; 0 while the process lives

@@ -1,7 +1,8 @@
-"""The harness, a pytest plugin: benchmarks are verified, sampled side by side and recorded. Imports no torch.
+"""The harness: a pytest plugin that verifies rows, times them side by side and writes a result file. Imports no torch.
 
-Files of benchmarks import the names below from here. To write a benchmark, begin with benchmark.py. plugin.py connects
-the harness to pytest, results.py does the work of a run, and runner.py and trial.py measure.
+A *row* is an implementation under test. Files of benchmarks import the names below from here; a name that they should
+all be able to import is added to the imports and to `__all__`. To write a benchmark, begin with benchmark.py. plugin.py
+connects the harness to pytest, results.py does the work of a run, and runner.py and trial.py measure.
 """
 
 from lmsys.bench.benchmark import Benchmark, OnRanks, Settings, bench

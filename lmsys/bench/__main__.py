@@ -1,7 +1,8 @@
 """The command `lmsys bench`: prints the command line of pytest that measures a benchmark, and runs it.
 
-For example `lmsys bench attention --row mine.py:f`. A *row* is an implementation under test. All arguments but the
-benchmark's name and the options in `line_of` go to pytest as they are. `lmsys/commands.py` has the text of its help.
+For example `lmsys bench attention --row mine.py:f`. A *row* is an implementation under test. `lmsys/__main__.py` runs
+this module. `line_of` reads the benchmark's name and the options of this command; all other arguments go to pytest as
+they are. A new option of the command is added in `line_of`; `lmsys/commands.py` has the examples that --help shows.
 """
 
 import os
@@ -78,15 +79,16 @@ def file_of(benchmark: str) -> Path:
 
 
 def option_of_rows(file: Path, rows: list[str]) -> str:
-    """The option of pytest that selects these rows, and those that others are compared with (the trait `baseline`).
+    """The option of pytest that selects `rows`, and before them the table's rows with the trait `baseline`.
 
-    For example "--attention=sdpa,mine.py:f". ValueError where the file has no axis of rows.
+    Other rows are compared with those. For example "--attention=sdpa,mine.py:f". The option is that of the first axis
+    in the file whose values are names of rows. ValueError where there is no such axis.
     """
     from lmsys.registry import Traits
     from lmsys.verify import benchmarks_of
 
     for benchmark in benchmarks_of(file).values():
-        # An axis "row" names rows of the first table; other axes of rows have the names of their tables.
+        # An axis called "row" names rows of the benchmark's first table. Any other axis of rows has its table's name.
         tables = {"row": next(iter(benchmark.tables.values())), **benchmark.tables}
         for axis in [axis for axis in benchmark.axes if axis.name in tables]:
             beside = [name for name, entry in tables[axis.name].items() if Traits.of(entry).baseline]

@@ -2,7 +2,9 @@
 
 To write a benchmark, subclass `Benchmark`, override hooks, and end the file with a test that `bench` makes. The runner
 (`lmsys.bench.runner`, `lmsys.bench.trial`) calls the hooks, and alone decides their order. A *row* is an implementation
-under test, an `Entry` of a table; a *case* is one row with one set of sizes.
+under test, an `Entry` of a table; a *case* is one row with one set of sizes. The *budget* of an error is the largest
+error that is right. A new hook is a method of `Benchmark` with a default, and a call of it in runner.py or trial.py. A
+new setting is a field of `Settings`, which `plugin._session` fills from an option of pytest.
 
 class Matmul(Benchmark):
     name = "matmul"
@@ -12,7 +14,7 @@ class Matmul(Benchmark):
     def setup(self, cases, settings): ...           # inputs, which all candidates of a group share
     def redraw(self, setup, draw): ...              # new inputs, before every timed call; `draw` is their seed
     def step(self, case, candidate, setup): ...     # what is timed
-    def errors(self, setup, result): ...            # errors of a call's result over their budgets, by tensor
+    def errors(self, setup, result): ...            # by tensor: the error of a call's result over its budget
 
 test_matmul = bench(Matmul)
 """
@@ -32,12 +34,12 @@ from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
 from lmsys.measure.step import Failure, Kept, Step
 from lmsys.registry import Entry, Table, module_of
 
-DEFAULT_ROUNDS = 10
+DEFAULT_ROUNDS = 10  # samples of each row at least, unless --benchmark-min-rounds asks for more
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure, in plain values. `lmsys.bench.plugin` makes them of the options of pytest.
+    """How to measure, in plain values. `lmsys.bench.plugin` makes them from the options of pytest.
 
     device           "cpu" or "cuda"
     sweep            the name of the sweep, for the result file
@@ -50,7 +52,7 @@ class Settings:
     deadline_s       seconds after which a call that may compile, or a run on ranks, is ended
     nvtx             each case is called in NVTX ranges, for a profiler, instead of being timed
     energy           the energy of each case's calls is measured, in a pass of its own
-    sustained        what the machine reaches under its power limit is measured, too
+    sustained        the matmul rate that the machine sustains under its power limit is measured, too
     checks_files     rows from files first have to pass the quick part of `lmsys check`
     earlier          rows are those of an earlier state of the code, which may lack some
     apart            rows get processes of their own; bench_attention.py alone reads it
@@ -73,7 +75,7 @@ class Settings:
     apart: bool = False
 
 
-Cases = Sequence[Any]  # of a `Case` or a subclass
+Cases = Sequence[Any]  # its items are objects of `Case`, or of a benchmark's subclass of it
 # What `Runner.collect` returns: cases by id, and their rows as JSON by (kind of the table, name of the row).
 Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]
 
@@ -81,21 +83,24 @@ Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]
 class Benchmark:
     """The base class. Its hooks do what most benchmarks need.
 
-    A *group* is the cases with one `Case.group`: they share inputs, and run one after another. In hooks, `setup` is
-    what the hook `setup` has returned for the group. A `Candidate` holds the state of a row while the group runs.
+    A *group* is the cases with one `Case.group`: they share inputs, and run one after another. The argument `setup` of
+    hooks is what the hook `setup` has returned for the group. A `Candidate` holds the state of a row while the group
+    runs.
 
     name            names the benchmark in records, results and sweeps
-    case_type       the class of its cases; `case_of` makes a case again from a record by it
+    case_type       the class of its cases, of which `case_of` makes an object from a record
     tables          the tables that its rows come from, by their kind, such as "attention"
-    axes, fields    what it varies, and the fields of its records beside `fields.COMMON`
+    axes, fields    the quantities that it varies, and the fields of its records beside `fields.COMMON`
     layout          how a report shows it, beside its fields (`lmsys.reports.layout`); empty: by its fields alone
-    clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
-                    than a device queues; "host": wall time
+    clock           what a sample is (`lmsys.measure.clock`). "device": the time that the device takes for a call;
+                    "loop": the time of a call in a loop, for calls with more launches than a device queues: the host's
+                    launches count if they are slower than the device; "host": wall time. On a CPU all are wall time
     trials          calls before sampling, from which the runner learns how long a call takes
-    opens           True: rows are opened and called in this process; False: ranks do everything
+    opens           True: the hook `open` makes the call of each row in the runner's process; False: it is not called,
+                    since ranks (processes that work together, see `OnRanks`) load and call the rows
     streams         True: each case is a turn of its own, and its result is given as it ends, not as its group ends
-    num_proofs      how many timed calls of a case must have been checked, or all if there are fewer: else the case is
-                    wrong. For each the record holds evidence, from which `repeat` judges it again
+    num_proofs      a case is wrong unless this many of its timed calls were checked, or all if it has fewer. The record
+                    holds evidence of each, from which `repeat` judges the call again
     """
 
     name = ""
@@ -111,7 +116,7 @@ class Benchmark:
     num_proofs = 0
 
     def __reduce__(self) -> Any:
-        """Pickles a reference: in another process it becomes that process's one instance, with what its hooks keep."""
+        """Pickles a reference. Another process unpickles its own one instance, which keeps the state of its hooks."""
         cls = type(self)
         return _benchmark, (cls.__module__, getattr(sys.modules[cls.__module__], "__file__", ""), cls.__qualname__)
 
@@ -124,7 +129,7 @@ class Benchmark:
         return dict.fromkeys(self.tables or ("row",), case.entry)
 
     def why_not(self, case: Any) -> str | None:
-        """None, or why the case cannot run here, for a reader who may act on it."""
+        """None, or the reason why the case cannot run here, in words from which a user learns what to do."""
         return case.entry.why_not(case)
 
     def no_sample(self, case: Any) -> Failure | None:
@@ -146,13 +151,17 @@ class Benchmark:
         """Makes all that the candidates of a group share, such as inputs. If it fails, the whole group fails."""
 
     def open(self, candidate: Candidate, setup: Any) -> None:
-        """Makes `candidate.call` and calls it once, which compiles and tunes. Only the setup is in memory then."""
+        """Makes `candidate.call`. By default it only loads the row.
+
+        An override also calls it once, which compiles and tunes: the time of this hook becomes the record's
+        `compile_s`. Besides the setup, only what this hook has kept for earlier candidates is in memory then.
+        """
         candidate.call = candidate.entry.load()
 
     def check(self, candidate: Candidate, setup: Any) -> Mapping[str, float]:
         """The candidate's errors over their budgets, by tensor: at most 1 if it is right; {} for nothing to check.
 
-        By default the errors of one call, made as it will be timed.
+        By default they are the errors of one call, which is made as timed calls are made.
         """
         step = self.step(candidate.case, candidate, setup) if judges_calls(self) else None
         return self.errors(setup, step.once()) if step else {}
@@ -160,8 +169,8 @@ class Benchmark:
     def errors(self, setup: Any, result: Any) -> Mapping[str, float]:
         """Errors over their budgets, by tensor, of what a call returned; {} if there is nothing to check.
 
-        By default the hooks `check`, before timing, and `judge`, for timed calls, call it. Benchmarks that need more
-        than the setup and the result override those two instead.
+        The default `check`, before timing, and the default `judge`, for timed calls, call this hook. A benchmark that
+        needs more than the setup and the result overrides `check` and `judge` instead.
         """
         return {}
 
@@ -184,9 +193,10 @@ class Benchmark:
     def judge(self, case: Any, candidate: Candidate, setup: Any, kept: Kept) -> Mapping[str, float]:
         """Errors over their budgets, by tensor, of a timed call; {} if it is not checked.
 
-        Before this, the call's inputs have been drawn again. `kept.result` holds the copies that `Step.keep` has made,
-        by default of all tensors that the call returned. Put what `repeat` will need into `kept.evidence`. If none of a
-        row's timed calls was checked, the row is checked once more after timing, on new inputs.
+        Before this hook, the call's inputs have been drawn again. `kept.result` holds the copies that `Step.keep` has
+        made, by default of all tensors that the call returned. An override puts what `repeat` will need into
+        `kept.evidence`. If none of a row's timed calls was checked, the row is checked once more after timing, on new
+        inputs.
         """
         return self.errors(setup, kept.result)
 
@@ -205,18 +215,21 @@ class Benchmark:
         return self.case_type(record["section"], entry, record["device"], **asked_for)
 
     def repeat(self, record: Record, call: Record) -> Iterable[str | int]:
-        """Judges a call of a record's proof again, on any machine; `call` is its evidence.
+        """Judges a timed call again, from its record alone, on any machine. `lmsys verify` calls this hook.
 
-        Yields a sentence for each thing that is wrong, and numbers of elements that were recomputed.
+        Yields a sentence for each thing that is wrong, and numbers of elements that were recomputed. A sentence that
+        begins with `lmsys.verify.NOT_RECOMPUTED` says what was left out, and is no fault.
+
+        call  the call's item in "calls" of the record's field `proof`, with what `judge` put into `kept.evidence`
         """
         return ()
 
     def turns(self, cases: Cases) -> Iterable[Cases]:
-        """Which cases are sampled together, one turn after another."""
+        """The turns, in their order: each is the cases that are sampled together. By default, those of a comparison."""
         return grouped((case.id if self.streams else case.comparison, case) for case in cases).values()
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
-        """The call that is timed. The hook may run it once, alone: if that runs out of memory, the case is `oom`."""
+        """The call that is timed. The hook may run the call once, alone: if memory then runs out, the case is `oom`."""
         raise NotImplementedError
 
     def outputs(self, candidate: Candidate, setup: Any, element: int | None = None) -> Mapping[str, Any]:
@@ -251,7 +264,7 @@ class Benchmark:
         """The number of tokens that a call works on, for the energy of a token; None if it works on none."""
 
     def metrics(self, case: Any, record: Record, machine: Record) -> Record:
-        """Work and rates, from shapes and the record's time, which is missing where nothing was timed."""
+        """The record's fields on work and rates, computed from shapes and its `time_s`; an untimed case has no time."""
         return {}
 
 
@@ -260,7 +273,7 @@ CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}
 
 
 class OnRanks(Benchmark):
-    """A benchmark whose rows run on ranks alone; its cases have a `backend`, "gloo" or "nccl"."""
+    """A benchmark whose rows run on ranks alone; its cases have a `backend`, which connects the ranks: gloo or nccl."""
 
     opens = False  # the ranks open rows
 
@@ -270,7 +283,7 @@ class OnRanks(Benchmark):
 
 @cache
 def _benchmark(module: str, file: str, name: str) -> Benchmark:
-    """The instance of a benchmark whose module another process has imported, under whatever name."""
+    """The instance of a benchmark, by the names of its module, file and class in the process that pickled it."""
     try:
         home = importlib.import_module(module)
     except ModuleNotFoundError:

@@ -1,7 +1,9 @@
 """Cases of a benchmark, the state of a row while it is measured, and what was measured. Imports no torch.
 
 A *row* is an implementation under test. A benchmark subclasses `Case` with its axes as fields. `lmsys.bench.trial`
-makes a `Candidate` per row and a `Measurement` per case. The benchmark's hooks get the case and the `Candidate`.
+makes a `Measurement` for each case, and a `Candidate` for each row: more exactly, for all cases of one `Benchmark.key`.
+The benchmark's hooks get the case and the `Candidate`. A fact of every case that is known before it runs is added to
+`facts_of`, and declared in `fields.COMMON`.
 
 The *budget* of an error is the largest error that is allowed. Benchmarks give errors over budgets: 1 or less is right.
 """
@@ -39,17 +41,17 @@ class Case:
 
     @property
     def impl(self) -> str:
-        """The row with its options, as records and reports call it."""
+        """The name of the row in records and reports; subclasses may add its options to it."""
         return self.entry.name
 
     @property
     def label(self) -> str:
-        """How tables and plots call its row."""
+        """The name of the row in tables and plots."""
         return self.entry.label or self.entry.name
 
     @property
     def peer(self) -> bool:
-        """True for somebody else's code."""
+        """True if the row is not ours, but code of others to compare with."""
         return self.entry.peer
 
     @property
@@ -86,13 +88,13 @@ class Candidate:
     outcome, reason  "ok" so far, or how it failed and why
     error_ratio  the largest ratio so far of an error to its budget; None before a check
     call         the callable that `Benchmark.open` has made
-    state        whatever else a benchmark keeps of the row
+    state        whatever else the benchmark's hooks keep for the row
     compile_s    seconds of the first call
     interpreted  True if the first call ran kernels in Triton's interpreter
-    notes        fields that all its records get
+    notes        fields of the records of all its cases
     watched      a function: watched(call, *args) calls call(*args), and returns (its result, None), or (None, how it
-                 failed). The call has a deadline, and what it changes in the process is put back. The trial sets this
-                 to `lmsys.bench.watch.Watch.watched` for the row
+                 failed). The call has a deadline, and changes that it makes in the process are undone. The trial sets
+                 this to `lmsys.bench.watch.Watch.watched` for the row
     """
 
     case: Any
@@ -139,8 +141,8 @@ class Measurement:
     failure  how its timed calls failed, if they did
     record   more fields of its record, such as those of `Benchmark.inspect`
     kept     timed calls that are still to be checked
-    proof    for each timed call that was checked: which one it was, what its inputs were drawn by, and its errors over
-             their budgets. The record has this, so that `lmsys verify` can check the call again
+    proof    for each timed call that was checked: its number, the seed of its inputs, its errors over their budgets,
+             and the evidence that the check has left. From this in the record `lmsys verify` checks the call again
     """
 
     samples: list[float] | None = None
@@ -153,10 +155,10 @@ class Measurement:
 def verdict(ratios: Mapping[str, float], judged_as: str = "") -> tuple[float | None, Failure | None]:
     """(the worst error ratio, None if it is NaN or inf; a failure if it is above 1, negative or NaN, else None).
 
-    A negative ratio is the worst, as NaN is: an error without its absolute value says nothing.
+    A negative ratio counts as the worst, as NaN does: no absolute value was taken of the error, so its size is unknown.
 
     ratios     {tensor: its error over its budget}, of one tensor or more
-    judged_as  stands in brackets behind the failure's reason; empty: nothing does
+    judged_as  text that is put in brackets behind the failure's reason; empty: none
     """
     name, ratio = max(ratios.items(), key=lambda item: item[1] if item[1] >= 0 else math.inf)
     worst = ratio if math.isfinite(ratio) else None

@@ -1,8 +1,8 @@
-"""Compares two runs of the same cases: which became faster or slower, which did not, and for which that is unclear.
+"""Compares two runs of the same cases: says of each case if it became faster or slower, is the same, or is unclear.
 
 `lmsys report --before` calls `compare`, and a run with --against calls `compare_in_turns`: both return a list of
-`Change`, one for each case that can be compared, with a verdict (VERDICTS). A run with --repeat calls
-`spreads_between`.
+`Change`, one for each case that can be compared, with a verdict (VERDICTS). A run with --repeat, which measures each
+case in several processes, calls `spreads_between`: how far do times of one state of the code differ?
 
 A *row* is an implementation under test; a *round* is one sample of each row of a comparison. Rows of one run take
 turns, rows of two runs do not, and the clock of a machine moves from run to run. So a row is compared by its ratio,
@@ -13,12 +13,12 @@ have moved. A row of ours cannot be the anchor, since it may have changed itself
 A row that took turns with its own earlier state (--against) needs no anchor: the ratio of the two, round by round, is
 the change.
 
-A change is an estimate with an error. Both come from the ranks of times (their places in sorted order), so that a few
-slow rounds do not move them. Source: Hodges and Lehmann 1963, "Estimates of Location Based on Rank Tests". Intervals
-invert the rank test of Mann and Whitney or, for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble
-one another, so they count as fewer rounds, which widens the error; and Student's t distribution takes the place of the
-normal one. Where noise changes so slowly that all rounds resemble one another, cases that have not changed may be
-called changed more often than FALSE_DISCOVERIES says.
+A change is an estimate with an error (`Shift`). Both come from the ranks of times (their places in sorted order), so
+that a few slow rounds do not move them. Source: Hodges and Lehmann 1963, "Estimates of Location Based on Rank Tests".
+Intervals invert the rank test of Mann and Whitney or, for rows that took turns, that of Wilcoxon. Neighbouring rounds
+resemble one another, so they count as fewer independent rounds. This widens the error, and is why intervals are those
+of Student's t distribution and not of the normal one. Where noise changes so slowly that all rounds resemble one
+another, cases that have not changed may be called changed more often than FALSE_DISCOVERIES says.
 
 To change a threshold, edit the constants below; the margin of `--against` is `MARGIN_IN_TURNS` in results.py. A new
 verdict is a constant, a place in VERDICTS (and in BAD, if it is to fail a comparison), a case in `_verdict` or
@@ -51,13 +51,13 @@ BAD = (BROKEN, SLOWER)
 # A smaller change between two runs counts as none: clocks that move from run to run change times by less.
 MARGIN = 0.05
 FALSE_DISCOVERIES = 0.05  # the expected share of false ones among the verdicts "faster" and "slower"
-MOST_LINES = 20  # of changes in a terminal
+MOST_LINES = 20  # the most changes that are listed in a terminal
 LARGEST_LOGARITHM = 700.0  # math.exp of a larger logarithm overflows
 Z = NormalDist().inv_cdf(0.975)  # half a two-sided interval of 95 %, in standard errors
 FEWEST_ROUNDS = 5  # with fewer rounds there is no estimate
 MOST_ROUNDS = 1000  # only the first MOST_ROUNDS rounds count, since every pair of rounds is compared
-MOST_CORRELATION = 0.98  # a correlation of neighbouring rounds above this counts as this
-Key = tuple[Any, ...]  # values of fields by which a case is found again
+MOST_CORRELATION = 0.98  # a larger one of neighbouring rounds counts as this: with 1, no round would be independent
+Key = tuple[Any, ...]  # values of fields by which a case of one run is found in another run
 Pair = tuple[fields.Record, fields.Record]  # the records of one case: of the earlier run, of the later run
 
 
@@ -144,7 +144,7 @@ def _shift(candidates: np.ndarray, variance: float, rounds: int, correlation: fl
                  length, fewer if one is longer, since the shorter one then makes most of the error (Welch 1947)
     """
     ordered = np.sort(candidates)
-    # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end. It is 2 Z errors
+    # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end: it is 2 Z errors
     # wide. Rounds that follow one another as an autoregressive process of order 1 count as fewer independent ones.
     place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
@@ -233,8 +233,8 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
     margin  a change of less than this share counts as none
 
     The error of a change that has an anchor also includes how much estimates differ between two runs of one commit.
-    `--repeat` measures this standard deviation, and records hold it as `between_runs`. The largest of three counts:
-    that of the old record, that of the new one, and the median of the benchmark's cases (`_usual`).
+    `--repeat` measures this as a standard deviation, which records hold as `between_runs`. Here the largest of three
+    such values counts: that of the old record, that of the new one, and the median of the benchmark's cases (`_usual`).
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
@@ -346,7 +346,8 @@ def of_one_run(
 def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]:
     """{case id: standard deviation of the difference between the case's estimates in two successive runs}.
 
-    In runs with `--against` the estimate is the ratio of today to earlier, and the id is today's.
+    The estimate is the logarithm of the case's time over that of its anchor. In runs with `--against` it is the
+    logarithm of today's time over the earlier one, and the id is today's.
     """
     known = list(map(list, runs))
     # `shifts`: the differences of each case's estimate from run to run, by the case's id.
@@ -373,7 +374,11 @@ def _usual(records: Sequence[fields.Record]) -> dict[str, float]:
 
 
 def _verdict(shift: Shift, edge: float, is_change: bool) -> str:
-    """The verdict; "same" if the whole interval lies between -edge and edge, the logarithms of the margin."""
+    """The verdict on a shift.
+
+    edge       the logarithm of the margin. The verdict is "same" if the whole interval lies between -edge and edge
+    is_change  True, as `discoveries` has decided: the verdict is "faster" or "slower"
+    """
     if is_change:
         return SLOWER if shift.estimate > 0 else FASTER
     low, high = shift.interval
@@ -413,12 +418,15 @@ def _pairs(
 
 
 def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
-    """The first of the peers whose row is not the pair's own."""
+    """The first of `peers` whose row is another than that of `pair`; None if there is none."""
     return next((peer for peer in peers if peer[0]["impl"] != pair[0]["impl"]), None)
 
 
 def _together(pair: Pair) -> Key:
-    """The comparison of the pair in both runs, which rows that took turns with it share; () if it ran alone."""
+    """(the case's comparison in the earlier run, that in the later run); () if it was timed alone in one of them.
+
+    Rows that took turns with one another in both runs have the same value.
+    """
     names = tuple(side.get("comparison") for side in pair)
     return names if all(names) and not any(side.get("alone") for side in pair) else ()
 
@@ -431,8 +439,8 @@ def _is_timed(pair: Pair) -> bool:
 def _unsteadiness(case: fields.Record) -> float:
     """The median distance of the case's samples from their median, as a share of that median.
 
-    Anchors are chosen by it. It reads only the anchor's own samples: by ratios to the judged row, an anchor that
-    happened to vary like that row would be preferred.
+    The anchor is the peer for which this is least. Only the peer's own samples count: by ratios to the judged row, a
+    peer that happened to vary like that row would be preferred.
     """
     middle = median(case["samples_s"])
     return median(abs(sample - middle) for sample in case["samples_s"]) / middle
@@ -451,9 +459,9 @@ def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, 
 def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, between_runs: float) -> Shift:
     """The shift of a case.
 
-    It comes from rounds in turns with the earlier row (--against), else from ratios to the anchor, else from the times
-    alone. Unless it comes from the times alone, its error includes the spread between runs and the tick of the clock.
-    The spread is `between_runs`, but with --against that of the two records (`_spreads`).
+    It is computed from rounds in turns with the earlier row (--against), else from ratios to the anchor, else from the
+    times alone. In the first two ways its error includes the spread between runs and the tick of the clock. The spread
+    is `between_runs`, but with --against that of the two records (`_spreads`).
     """
     if old.get("against"):
         shift, between_runs = paired(_ratios(new, old)), max(_spreads(old, new))
@@ -475,8 +483,9 @@ def _rounding(*cases: fields.Record) -> float:
     """The error of a ratio of two times that comes from the tick of their clock, as a share of the ratio.
 
     A rank test does not see this error, since samples within one tick are equal. The tick is taken to be the smallest
-    distance of two samples. If no samples are equal, the clock is finer than that, and the error is 0. It is 0 as well
-    if all are equal, since the tick is then unknown. What a tick cuts off is taken to be uniformly distributed.
+    distance of two samples. If no samples are equal, the clock is finer than that, and the error is 0. The error is 0
+    as well if all samples are equal, since the tick is then unknown. The part of a time that a tick cuts off is taken
+    to be uniformly distributed.
     """
     samples = [sample for case in cases for sample in case["samples_s"]]
     values = np.unique(samples)
@@ -501,5 +510,5 @@ def _ratios(ours: fields.Record, theirs: fields.Record) -> list[float]:
 
 
 def _exponential(value: float) -> float:
-    """exp(value), of a value that is cut to what `math.exp` can take."""
+    """exp(value). A value beyond LARGEST_LOGARITHM, or below its negative, is first set to that bound."""
     return math.exp(max(-LARGEST_LOGARITHM, min(LARGEST_LOGARITHM, value)))

@@ -1,10 +1,13 @@
-"""Makes the temporary folder for --against: it imports as today's repository does, but with an earlier state's rows.
+"""Makes the temporary folder of --against: a process that imports from it gets today's code with earlier rows.
 
-A *row* is an implementation under test. In the folder the files of ROWS are the earlier state's, except JUDGES. All
-other files of lmsys are today's, among them the harness (`lmsys/bench`) and the oracle, which judges results. So both
-states are measured by one clock and judged by one error budget, and any state will do whose rows can still be imported.
-`lmsys.bench.paired` makes a `Checkout` and runs a worker process from its folder. If earlier rows need a name that
-today's registry lacks, add it to earlier.py. Imports no torch.
+A *row* is an implementation under test. --against names an earlier state of the code: a git reference or a folder. In
+the temporary folder the files of ROWS are the earlier state's, except JUDGES. All other files of lmsys are today's,
+among them the harness (`lmsys/bench`) and the oracle, which judges results. So both states are measured by one clock
+and judged by one error budget, and the earlier state may be any whose rows can still be imported.
+
+`lmsys.bench.options` makes a `Checkout`, and `lmsys.bench.paired` runs a worker process from its folder. A new package
+with rows in it belongs in ROWS; a file of it that judges results also belongs in JUDGES. If earlier rows need a name
+that today's registry lacks, add it to earlier.py. Imports no torch.
 """
 
 import sys
@@ -15,9 +18,9 @@ from lmsys.files import commit_of, git, unpack_commit
 from lmsys.values import hold
 
 PACKAGE = Path(__file__).parents[1]
-# Folders and files of this package that are taken from the earlier state: what rows are made of.
+# Folders and files of this package that are taken from the earlier state: the code of rows.
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"
-# Files inside these folders that are taken from today's code anyway: the oracle, and what benchmarks themselves call.
+# Files inside these folders that are taken from today's code anyway: the oracle, and code that benchmarks call.
 JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py", "training/prepare.py"
 
 
@@ -26,10 +29,10 @@ class Checkout:
 
     text            the earlier state as --against names it
     root            the root of today's repository
-    folder          its path
-    name            a short name, as in the row `flash_triton@1a2b3c4d5e`
-    commit          the whole hash; "" for a folder
-    working_folder  the folder in it that corresponds to the working directory of this process
+    folder          the path of the folder that is made
+    name            a short name of the earlier state, as in the row `flash_triton@1a2b3c4d5e`
+    commit          the whole hash of the earlier state; "" if --against names a folder
+    working_folder  the folder inside of `folder` that corresponds to the working directory of this process
     """
 
     def __init__(self, text: str, temporary: Path):
@@ -61,7 +64,7 @@ class Checkout:
         for path in (*others, *(PACKAGE / name for name in JUDGES)):
             self.use_today(path)
         # Today's registry, with the names added that rows of earlier states use. Where lmsys lies outside of the
-        # repository, as an installed package does, this path is no link but the package's own file: it stays as it is.
+        # repository, as an installed package does, this path is no link but the package's own file: it is not changed.
         registry = self._mapped(PACKAGE / "registry.py")
         if registry.is_symlink():
             source = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()
@@ -99,7 +102,7 @@ class Checkout:
         return f"{self._mapped(Path(path))}{colon}{attribute}" if Path(path).is_absolute() else target
 
     def _mapped(self, path: Path) -> Path:
-        """The place in the checkout of a path in the repository; other paths, and installed packages, as they are."""
+        """The place in the checkout of a path in the repository. Paths elsewhere, or of installed packages, stay."""
         path = Path.cwd() / path
         is_installed = any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
         is_ours = path.is_relative_to(self.root) and not is_installed

@@ -2,9 +2,9 @@
 
 A *row* is an implementation under test. In the worker process of an earlier state (`--against`) the rows are the
 earlier state's, but the registry is today's: `lmsys.bench.checkout` appends the text of this file to its copy of the
-registry. Rows of earlier states read traits by `row.trait(name)`, and make them by `Traits.stated`, which is
-`Traits.checked` today. Traits that no class has today are left out. When the registry drops a name that rows use, add
-the name here.
+registry. (The import below also works there, since the copy has defined these names by then.) The code of earlier
+states reads a trait by `row.trait(name)`, and makes traits by `Traits.stated`, which is `Traits.checked` today. Traits
+that no class has today are left out. When the registry drops a name that rows use, add the name here.
 """
 
 from typing import Any

@@ -1,10 +1,11 @@
-"""Declarations of a benchmark: axes and grids, which it varies, and the fields of its records.
+"""Declarations of a benchmark: the axes that it varies, grids of their values, and the fields of its records.
 
 The runner reads values of axes from the command line by `given_axes` and `filled`; every bad value is a ValueError that
-says what would be right. A benchmark declares each field of its records once, by `columns`. The declarations stand in
-the result file, from which `lmsys report` makes columns. To add a metric, add a `Field` to a benchmark's `fields` and
-its value to the benchmark's `metrics`. A field that every record has goes into COMMON, and one that several benchmarks
-share above it. Imports no torch.
+says what would be right. A benchmark declares each field of its records once, by `columns`. A result file holds these
+declarations, from which `lmsys report` makes columns. To add a metric, add a `Field` to a benchmark's `fields` and its
+value to the benchmark's `metrics`. A field that every record has goes into COMMON. A field that several benchmarks
+share is a constant above COMMON, such as TIME, which each of them names in its `fields`. If the values of a field are
+lists or objects, it also needs an entry in `lmsys.bench.validate.SHAPES`. Imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from lmsys.values import choice, hold
-from lmsys.values import grouped as grouped
+from lmsys.values import grouped as grouped  # other modules call it as `fields.grouped`
 
 Parse = Callable[[str], Any]
 OPTION = "lmsys_option_of_axis"  # prefix of the names under which pytest keeps the values of axes' options
@@ -28,9 +29,9 @@ class Axis:
     default  the values where neither a grid nor the command line names others
     option   an option of its own on the command line, such as --length. Axes of one name, each with an option, are one
              axis: the values of these options add up
-    help, metavar  of its option, as argparse takes them
-    single   the option takes one value, not a list, and the grid holds it as it is
-    split    a list's text -> the texts of its values; only for values that have commas in them
+    help, metavar  those of `option`, as argparse takes them
+    single   True: the option takes one value, not a list, and the grid holds this value instead of a tuple
+    split    a list's text -> the texts of its values; to be given only if values have commas in them
     """
 
     name: str
@@ -115,7 +116,7 @@ def given_axes(axes: Sequence[Axis], texts: Mapping[str, str]) -> dict[str, Any]
 
 
 def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
-    """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
+    """A copy of the grid with a value for each axis: from `given` (the command line), else its own, else a default."""
     return Grid(grid.name, frozenset(given), **{**{axis.name: axis.default for axis in axes}, **grid, **given})
 
 
@@ -134,7 +135,7 @@ def positive(text: str) -> int:
 
 
 ROLES = ("axis", "metric", "outcome", "detail")
-PREFIXES = {  # of units, and what they multiply by
+PREFIXES = {  # {prefix of a unit: its factor}
     "u": 1e-6,
     "µ": 1e-6,
     "m": 1e-3,
@@ -147,7 +148,8 @@ PREFIXES = {  # of units, and what they multiply by
     "Mi": 2**20,
     "Gi": 2**30,
 }
-RATIOS = {"%": ("%", 100.0), "x": ("×", 1.0), "×": ("×", 1.0)}  # units of ratios, as readers see them, and factors
+# Units in which ratios may be shown: {`Field.shown`: (the unit as readers see it, the factor)}.
+RATIOS = {"%": ("%", 100.0), "x": ("×", 1.0), "×": ("×", 1.0)}
 Record = dict[str, Any]
 
 
@@ -159,10 +161,10 @@ class Field:
     unit    the unit of the stored number: s, B, FLOP/s, B/s, tokens/s, Hz; empty for ratios and words
     label   the head of its column; the name without its unit when empty
     role    axis: what was asked; metric: a number that is shown; outcome: how the case ended; detail: the rest, such as
-            lists that a drawing reads
-    about   a sentence for captions: what the number is
-    shown   the unit that readers see: the stored one with a prefix, such as ms, GiB or TFLOP/s, or one of RATIOS, as %;
-            the stored one when empty
+            lists that a plot draws
+    about   a phrase for captions that says what the number is
+    shown   the unit that readers see: the stored unit with a prefix, such as ms, GiB or TFLOP/s, or a key of RATIOS,
+            such as %; empty: the stored unit
     of      a function of the finished record that gives the value; it may raise KeyError, TypeError or
             ZeroDivisionError where the record lacks what it needs, and the field is then None
     """
@@ -202,7 +204,10 @@ class Field:
 
 
 class Reads(dict[str, Any]):
-    """A record that keeps in `names` which of its fields were read, those that it lacks included."""
+    """A copy of a record that notes in `names` each field that is read, also one that the record lacks.
+
+    `Runner.made_up` thus finds fields that a benchmark's functions read and that are declared nowhere.
+    """
 
     def __init__(self, record: Record):
         super().__init__(record)
@@ -234,7 +239,7 @@ def columns(*parts: "str | Field | Iterable[Field]") -> tuple[Field, ...]:
 
 
 def details(*names: str) -> tuple[Field, ...]:
-    """Fields that are kept and not shown in a column of their own."""
+    """Fields of these names with the role "detail": records keep them, and they get no column of their own."""
     return tuple(Field(name, role="detail") for name in names)
 
 
@@ -368,5 +373,5 @@ COMMON = columns(  # the fields of every record, whatever was measured
 
 
 def declared(*groups: Iterable[Field]) -> dict[str, Field]:
-    """The fields by name, in order. If a name is declared twice, the later field stands in the place of the earlier."""
+    """The fields by name, in order. If a name is declared twice, the later field counts, at the earlier one's place."""
     return {field.name: field for group in groups for field in group}

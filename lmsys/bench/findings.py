@@ -24,10 +24,11 @@ from lmsys.registry import Entry, load_target
 def source_of(entry: Entry) -> dict[str, str]:
     """{"name", "sha256"} of the file that defines a row's implementation; {} if no such file is found.
 
-    A row that runs apart has none, unless it is ours or a user's file: its module is not imported here.
+    The module of a row that runs apart (in a process of its own) is not imported here. So such a row gets {}, unless it
+    is one of ours, or its target names the file.
     """
     try:
-        # A user's file is at this path. With `apart` it is not imported here.
+        # The path of a user's file; nothing useful for a target "module:name".
         path = Path(entry.target.rpartition(":")[0])
         if not entry.apart or entry.is_ours:
             path = Path(inspect.getsourcefile(inspect.unwrap(load_target(entry.target))) or "")
@@ -44,7 +45,7 @@ def loaded_kernels() -> Iterator[dict[str, str]]:
     """
     hashes: dict[str, str] = {}
 
-    # Triton calls it with these arguments after it has loaded a kernel.
+    # Triton calls this function, with these arguments, after it has loaded a kernel.
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
         hashes[name] = hash
 

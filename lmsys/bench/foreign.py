@@ -5,14 +5,16 @@ user's file. With --own-process our rows run in this way too, since all rows of 
 *judge* is the process of the benchmark. It never imports the code of a user's file: it draws inputs, copies them into
 memory that it shares with the row's process, and says "call". The row's process has the function, this memory and the
 loop `serve`; it has no seed, draw, oracle or expected result. It answers in JSON how long the call took. Then the judge
-has the results copied into memory that it has made, of the shape and dtype that it wants. The judge draws at random
-which calls are checked, and tells no other process.
+tells it to copy the results into other shared memory, which the judge has laid out in the shape and dtype that it
+wants. The judge draws at random which calls are checked, and tells no other process.
 
-`ApartClock.read` compares the times that the row's process states with the judge's own clock. Between questions the
-row's process is stopped, with all that it has started in its process group: it works only while it is asked.
+`ApartClock.read` checks the times that the row's process states: against the judge's own clock, and against the waits
+for `null`, a row of ours that does nothing, in a process of its own. Between questions the row's process is stopped,
+with all that it has started in its process group: it works only while it is asked.
 
-benchmarks/bench_attention.py calls `Foreign.of`, which makes a foreign row of any entry of a table. Its `load` returns
-a `Process`, a function of q, k and v by which checks call the row as any other; `Process.step` is what is timed.
+benchmarks/bench_attention.py calls `Foreign.of`, which makes a foreign row of any entry of a table. The row's `load`
+returns a `Process`, which checks call with q, k and v like any other row; `Process.step` is what is timed. A new
+question to the row's process is a method of `_Row`, and a call of `Process.ask` with its name.
 
 The parts of this file, in their order:
 
@@ -59,25 +61,27 @@ from lmsys.registry import load_target
 from lmsys.strict_json import parse_json
 from lmsys.values import shortened
 
-# The judge's waits for a row and for `null`, a row of ours that does nothing, may differ by these margins: MARGIN_S
-# seconds, and by name of the wait (`Seen`) a share of the shorter wait and a share of the time that the row's process
-# states (behind a call the process frees the last call's memory). On two busy cores of a virtual machine, waits for
-# honest calls of 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in the median.
-# DOUBT: how far calls may lean to being late, see `leaning`. MOST_LATE: the share of calls that may be late. It is
-# below 0.29, the share of wrong calls from which on the estimate of ratios can be moved at will.
+# A call is late if the judge's wait for the row is longer than that for `null` by more than a margin. The margin is
+# MARGIN_S seconds, and two shares by the name of the wait (a field of `Seen`): one of the shorter of both waits, one of
+# the time that the row's process states, since behind a call the process frees the last call's memory. On two busy
+# cores of a virtual machine, waits for honest calls of 0.5 to 20 ms differed from those for `null` by 0.02 to 0.1 ms in
+# the median.
+# DOUBT: how far calls may lean to being late, see `leaning`. MOST_LATE: the share of calls that may be late. It is less
+# than 0.29: if a larger share of calls is wrong, the Hodges-Lehmann estimate of a change (changes.py) may be anything.
 MARGIN_S, DOUBT, MOST_LATE = 1e-4, 3.0, 0.25
 MARGIN_SHARES = {"answer_s": (0.25, 0.1), "copy_s": (1.0, 0.0)}
 # On a GPU, how long the device idles before a call's inputs arrive, so that the row's process can launch the call's
 # kernels before the device could run them.
 LEAD_S = 5e-3
 MOST_BYTES, MOST_S = 2**16, 600.0  # limits of an answer: its size, and how long the judge waits for it
-# Environment variables of a row's process. Without them glibc gives freed memory back to the system, and each call
-# takes it anew, by hundreds of page faults; the heap of the bench's own process is larger, and seldom ends in free
-# memory.
+# Environment variables of a row's process. Without them glibc gives freed memory back to the system, and each call gets
+# it anew by hundreds of page faults. The bench's own process needs no such variables: its heap is larger, and seldom
+# ends in free memory, which alone is given back.
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 # The ways to call a row, by the direction that is timed. One more, "forward", comes before "backward" and is not timed.
 WAYS = {"fwd": "inference", "bwd": "backward", "fwdbwd": "both"}
-# By way: the groups of shared tensors that the call reads anew, and the group of its results.
+# READS: {way: the groups of shared tensors that have new values for such a call}. RESULTS: {way: the group of the
+# call's results}. A group is a set of tensors that share a `Block`, such as "inputs": q, k and v.
 READS = {"inference": ["inputs"], "forward": ["inputs"], "backward": ["upstream"], "both": ["inputs", "upstream"]}
 RESULTS = {"inference": "results", "forward": "results", "backward": "gradients", "both": "gradients"}
 
@@ -121,7 +125,7 @@ def _mapped(file: Any) -> Tensor:
 def serve(number: int, trace: int) -> None:
     """Answers the judge's questions until it hangs up: the main function of a row's process.
 
-    number, trace  descriptors of the connection, and of the file for traces of crashes
+    number, trace  file descriptors: of the connection to the judge, and of the file for traces of crashes
     """
     faulthandler.enable(file=trace)
     faulthandler.register(signal.SIGUSR1, file=trace)
@@ -148,7 +152,7 @@ class _Row:
         self._own: dict[Any, Any] = {}
 
     def load(self, entry: Entry, device: str, limit_bytes: int | None) -> Record:
-        """Loads the row's code, and says what others may know of it."""
+        """Loads the row's code. Returns its traits and the names of its parameters, or why it is missing here."""
         if device == "cpu":
             memory.cap_host_memory()
         elif limit_bytes:
@@ -165,7 +169,11 @@ class _Row:
         }
 
     def place(self, key: tuple[str, str], layout: dict[str, Any], handle: Any) -> None:
-        """Takes a group of tensors that is shared from now on. handle: opens a GPU's memory; None: a file follows."""
+        """Takes a group of tensors that is shared from now on.
+
+        key     (the owner's target, the name of the group)
+        handle  (function, arguments): a call that opens a GPU's memory; None: the descriptor of a file is sent next
+        """
         block = handle[0](*handle[1]) if handle else _mapped(os.fdopen(reduction.recv_handle(self._line), "r+b"))
         # A GPU reads inputs where they arrive. On a CPU they are copied first, as inputs of our own rows are drawn:
         # into memory of the process, by threads that are then awake.
@@ -191,13 +199,13 @@ class _Row:
             self._arrive = partial(torch.cuda.current_stream().wait_event, event)
 
     def read(self, owner: str, way: str) -> None:
-        """Takes the new inputs of the next call: on a CPU copies them; a GPU reads them where they arrive."""
+        """Takes the new inputs of the next call. On a CPU it copies them; a GPU reads them where they arrive."""
         for key in [(owner, group) for group in READS[way]] if self._device == "cpu" else ():
             for name, (flat, _) in self._own[key].items():
                 flat.copy_(self._shared[key][name][0])
 
     def call(self, owner: str, way: str, more_s: float = 0.0) -> Record:
-        """Makes a call, which the process draws out by `more_s` of busy waiting, and says how long it took."""
+        """Makes a call and says how long it took, with `more_s` seconds of busy waiting after it, which count too."""
         mark, self._kept = self._clock.sample(lambda call: call(), partial(self._way, owner, way), self._arrive)
         took_s = self._clock.read([mark], trusted=True)[0].run_s + more_s
         until = time.perf_counter() + more_s
@@ -283,9 +291,10 @@ class Process:
     """A row's process, which the first question starts, and the row as a function whose calls run there.
 
     heartbeat  of the judge's own process: it has the phrase for what the row does, and the deadline
-    windows    {name of a question: seconds that the judge waited for the last answer to it}; also seconds that the last
-               call took, as the row's process states: under "took", and under the way of calling; and by the way, as in
-               "call forward", the waits for the last such call, and for what is copied before and after it
+    windows    {name: seconds}. By the name of a question, such as "read": how long the judge waited for the last answer
+               to it. By "took", and by the way of calling, such as "forward": how long the last call took, as the row's
+               process states. By "call forward": how long the judge waited for the last call in this way. By "copy
+               forward": how long it waited for that call's inputs to be read and for its results to be copied
     """
 
     heartbeat = watch.Heartbeat()
@@ -323,8 +332,9 @@ class Process:
     def ask(self, name: str, *args: Any, file: Any = None, stops: bool = True) -> Record:
         """The answer to a question. Raises `Failed` if none comes, or if it says that the row has failed.
 
-        file   is sent behind the question
-        stops  the process is stopped afterwards; False: the next question comes at once
+        name   of the method of `_Row` that answers; `args` are its arguments
+        file   a file whose descriptor is sent behind the question
+        stops  True: the process is stopped afterwards; False: it goes on, since the next question comes at once
         """
         worker, request, begin = self.start()._worker, pickle.dumps((name, args)), time.perf_counter()
         try:
@@ -495,7 +505,7 @@ class _Remote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         ctx.row.put("upstream", {str(at): x for at, x in enumerate(upstream)})
-        # The gradients of what `forward` gets: none of row, grad and is_pair.
+        # A gradient for each argument of `forward`: None for row, grad and is_pair.
         return *[None] * 3, *ctx.row.results("backward", {f"d{x}": y.new_empty(y.shape) for x, y in ctx.inputs.items()})
 
 
@@ -504,10 +514,10 @@ class Seen(clock.Reading):
     """A timed call of a foreign row.
 
     run_s      how long the call took, as the row's process states
-    prepare_s  how long the judge waited for the untimed call before it, such as the forward of a backward, and by how
-               much longer than for `null` until its results were copied; 0.0: none
-    answer_s   how much longer than `run_s` the judge waited for the answer; and the same for a call of `null`
-    copy_s     how long the judge waited for the inputs to be read and the results to be copied; and the same for `null`
+    prepare_s  how long the untimed call before it took, such as the forward of a backward: the judge's wait for that
+               call, plus the part of the wait for its inputs and results that is longer than for `null`; 0.0: no call
+    answer_s   (how much longer than `run_s` the judge waited for the answer, the same for a call of `null`)
+    copy_s     (how long the judge waited for inputs to be read and results to be copied, the same for `null`)
     """
 
     answer_s: tuple[float, float]
@@ -522,7 +532,7 @@ class Seen(clock.Reading):
 
 
 def leaning(late_s: Sequence[float]) -> float:
-    """How far values lean to the positive side, in standard deviations of as many throws of a fair coin.
+    """How far values lean to the positive side, in standard deviations of the sum if each sign were a fair coin's.
 
     It is the larger of two sums: of the signs, and of the signs times the ranks of sizes (Wilcoxon 1945). So many small
     negative values do not hide larger positive ones, and one huge value counts as one. It is 0.0 if all are 0.

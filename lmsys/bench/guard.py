@@ -6,8 +6,8 @@ A *row* is an implementation under test. It runs in the process that judges it, 
 default dtype, after each call of a row.
 
 The runner and `Trial` use the guard of `lmsys.bench.instruments`, `lmsys.bench.watch` uses a `State`, and ranks use
-both (`lmsys.bench.ranks.on_part`). To protect one more piece of state, add a `Part` to PARTS. docs/threats.md lists
-changes that neither of the two can see.
+both (`lmsys.bench.ranks.on_part`). To protect the functions of one more module, add it to OWNERS; to protect one more
+piece of state, add a `Part` to PARTS. docs/threats.md lists changes that neither `Guard` nor `State` can see.
 """
 
 import builtins
@@ -70,7 +70,7 @@ COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to 
 # Matches the names under which torch.library registers a Python function in place of a public operator of torch, such
 # as "aten/sub.Tensor/CPU".
 OF_PYTHON = re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch
-# Values of these types are remembered; in PACKAGES constants, too (`_names`).
+# Of other packages only values of these types are remembered; of PACKAGES also constants (`_names`).
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 
 
@@ -167,7 +167,7 @@ OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINE
 
 
 class Changed(Failed):
-    """Raised when a row has changed the process's state. Users read the name of this class in errors of ranks."""
+    """Raised when a row has changed the process's state. Error messages of ranks show the name of this class."""
 
 
 @dataclass(frozen=True)
@@ -286,9 +286,9 @@ PARTS = (
 
 
 class State:
-    """The process's state when this is made: PARTS, environment variables, and stdout and stderr.
+    """Remembers the process's state when it is made: PARTS, environment variables, stdout and stderr.
 
-    Its owner must call `close`, which closes its copies of the file descriptors of stdout and stderr.
+    The owner must call `close`, which closes this object's copies of the file descriptors of stdout and stderr.
     """
 
     def __init__(self) -> None:
@@ -351,5 +351,5 @@ def _read(part: Part) -> Any:
 
 
 def _raw_variables() -> dict[Any, Any]:
-    """The environment in the encoded form that `os.environ` keeps, which is compared first: decoding takes 0.1 ms."""
+    """The environment in the encoded form that `os.environ` keeps. It is compared first, as decoding takes 0.1 ms."""
     return dict(vars(os.environ)["_data"])

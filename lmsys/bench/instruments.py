@@ -1,8 +1,9 @@
 """The instruments of a run, made on first use: clocks, sensors, the machine and its limits, the guard, ranks.
 
-`lmsys.bench.runner.Runner` is a subclass, and each `lmsys.bench.trial.Trial` reads its instruments from there. To add
-an instrument, add a `cached_property` to `Instruments`; it is in `vars(self)` once it has been made. If making it could
-change the times of a *row* (an implementation under test), make it in `ready`, too, before the first row runs.
+`lmsys.bench.runner.Runner` is a subclass of `Instruments`, and each `lmsys.bench.trial.Trial` reads its instruments
+from the runner. To add an instrument, add a `cached_property` to `Instruments`; it is in `vars(self)` once it has been
+made. If making it could change the times of a *row* (an implementation under test), also read it in `ready`, so that it
+is made before the first row runs.
 """
 
 import json
@@ -31,10 +32,10 @@ class Instruments:
     say        called with each line for the user
     heartbeat  in a worker process: it announces the row that is at work to the parent process (`lmsys.bench.watch`);
                None: this process is no worker
-    parent     in a worker, the id of the process that started it; else the id of this process. All processes of the run
-               descend from it. What other processes take of the device counts as a disturbance
-    turns      with --against, the turns that this worker takes with the other one: one of the two runs today's code,
-               the other an earlier state of it
+    parent     the id of the process from which all processes of the run descend: in a worker, that of the process that
+               started it; else that of this process. What other processes take of the device counts as a disturbance
+    turns      with --against, how this worker takes turns with the other one (`lmsys.measure.turns`): one of the two
+               runs today's rows, the other those of an earlier state of the code
     kernels    {target of a row: {name of a Triton kernel that it has loaded: hash}}; a target is the place of the row's
                code, "module:name" or "path.py:name"
     """
@@ -63,7 +64,7 @@ class Instruments:
     def memory_cap(self) -> None:
         """Limits the memory of this process, on a CPU; the allocator of a GPU has its own limit.
 
-        It is a cached property so that it is done once.
+        This is a cached property so that the limit is set once; its value is None.
         """
         if self.settings.device == "cpu":
             memory.cap_host_memory()
@@ -83,7 +84,7 @@ class Instruments:
         return facts
 
     def ceilings(self) -> fields.Record:
-        """The rates that large matmuls and a large copy reach now. Each is measured for at most as long as two rows."""
+        """The rates that large matmuls and a large copy reach now, each measured for the time of two rows at most."""
         return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
 
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:
@@ -153,7 +154,7 @@ class Instruments:
 
 
 def all_declared(benchmark: Benchmark, record: fields.Record) -> fields.Record:
-    """The record, unchanged. ValueError for a field in it that neither the benchmark nor `fields.COMMON` declares."""
+    """The record, unchanged. ValueError if it has a field that neither the benchmark nor `fields.COMMON` declares."""
     unknown = sorted(record.keys() - fields.declared(fields.COMMON, benchmark.fields).keys())
     hold((not unknown, f"benchmark {benchmark.name!r}: the fields {unknown} of its records are declared nowhere"))
     return record

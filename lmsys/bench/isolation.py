@@ -1,16 +1,17 @@
 """Runs rows in a worker process, so that a row that crashes or hangs costs only its own cases.
 
-    Isolated(settings)    # a Session calls it as it calls a Runner; this process runs no row, makes no CUDA context
+    Isolated(settings)    # is called as a `Runner` is; this process itself runs no row and makes no CUDA context
 
 A *row* is an implementation under test, a *case* is one row with one set of sizes, a *group* is the cases that share
 inputs. `lmsys.bench.results.Session` uses `Isolated` unless --no-isolation is given. A worker process runs group after
-group. When it dies, or misses the deadline in its heartbeat (`lmsys.bench.watch`), the row that was at work has failed,
-and the rest of its group runs again, in turns as before, in a fresh worker. If it is not known which row to blame, as
-when memory ran out, each row of the group first runs alone in a fresh worker. Those that fail alone have failed, and
-the others then run together again.
+group. Its *heartbeat* (`lmsys.bench.watch`) is memory that it shares with this process: it says which row is at work,
+and until when it may be. When the worker dies or misses this deadline, the row that was at work has failed, and the
+rest of its group runs again, in turns as before, in a fresh worker. If it is not known which row to blame, as when
+memory ran out, each row of the group first runs alone in a fresh worker. Rows that fail alone have failed, and the
+others then run together again.
 
-Limits are the constants below. A new way in which a worker can end is a case in `Isolated._ended`; a new reason for
-which this process ends it belongs in `Isolated._look_at`.
+Limits are the constants below. A new way in which a worker can end by itself is a case in `Isolated._ended`; a new
+reason for this process to end the worker belongs in `Isolated._look_at`.
 """
 
 import faulthandler
@@ -70,8 +71,8 @@ def answer(path: list[str], pickled: bytes) -> None:
     """Called in a worker: sends back what a method of its runner returns; for `run`, each result as it comes.
 
     path     the parent's `sys.path`, from which benchmarks are imported
-    pickled  (the method's name, its arguments). A benchmark comes before its cases, so that its module is imported
-             before they are unpickled
+    pickled  (the method's name, its arguments), pickled. A benchmark comes before its cases, so that its module is
+             imported before they are unpickled
     """
     sys.path[:] = path
     name, args = pickle.loads(pickled)
@@ -95,7 +96,7 @@ MOST_HELD = 0.9
 class Ended(RuntimeError):
     """Raised when a worker process has ended.
 
-    row      the index, in the group that was running, of the row that caused it; NOBODY if that is unknown
+    row      the index, in the group that was running, of the row that ended it; NOBODY if that is unknown
     outcome  the outcome that the cases of this row get
     """
 
@@ -105,7 +106,7 @@ class Ended(RuntimeError):
 
 
 class Isolated:
-    """A `Runner` in a worker process, which lives until a row ends it.
+    """Has the methods of `Runner` that a `Session` calls. They run in a worker process, until a row ends that process.
 
     settings  how to measure
     say       called with each line for the user
@@ -127,7 +128,7 @@ class Isolated:
         self._say(text)
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
-        """Does as `Runner.collect`. ValueError also if a user's file ends or hangs the process that imports it."""
+        """`Runner.collect` in the worker. ValueError also if a user's file ends or hangs the worker when imported."""
         self._has_files |= any(".py" in text for text in texts.values())
         try:
             return self.ask("collect", benchmark, grids, texts)
@@ -138,7 +139,7 @@ class Isolated:
             ) from None
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
-        """Yields the results of a group, whatever its rows do to their worker."""
+        """Yields a result for each case of a group, even if rows of it end their worker."""
         group = Group(self, benchmark, cases)
         while group.left:
             try:
@@ -204,8 +205,8 @@ class Isolated:
     def _answers(self, worker: Worker, function: Callable[..., None], *args: Any) -> Generator[Any, None, None]:
         """Has the worker call function(*args), and yields what it sends meanwhile, as `stream` does.
 
-        Lines for the user go to `say`, and `Begun` fills `rows`: neither is yielded. What the worker raises is raised
-        here; as Ended if a row has ended the worker.
+        Lines for the user go to `say`, and `Begun` fills `rows`: both are not yielded. An exception of the worker is
+        raised here, as Ended if a row has ended the worker.
         """
         self._said_s = time.monotonic()
         try:
@@ -282,7 +283,7 @@ class Isolated:
 
 
 class Group:
-    """A group of cases that is run again and again until no row ends its worker any more.
+    """A group of cases, which is run again and again until no row of it ends the worker any more.
 
     left   {case id: case} of the cases without a result yet
     ended  {case id: (outcome, reason, True if the worker ended)} of the cases that are not run again
@@ -296,7 +297,7 @@ class Group:
     def results(self, in_turns: bool = False) -> Generator[Any, None, None]:
         """Yields a result for each case in `left`, and None while none comes. Raises Ended if a row ends the worker.
 
-        in_turns  the worker takes turns with the other one of a pair, which runs the same group
+        in_turns  True: the worker takes turns with another one, which runs the same group (`lmsys.bench.paired`)
         """
         for message in self.isolated.stream("run", self.benchmark, list(self.left.values()), self.ended, in_turns):
             if message is not None:
@@ -304,7 +305,7 @@ class Group:
             yield message
 
     def blame(self, fault: Ended) -> None:
-        """Adds the cases that a fault is blamed on to `ended`. RuntimeError if the bench itself cannot run."""
+        """Adds to `ended` the cases that are at fault. RuntimeError if the bench itself cannot run."""
         if 0 <= fault.row < len(self.isolated.rows):
             endings = dict.fromkeys(self.isolated.rows[fault.row], (fault.outcome, fault.reason, True))
         elif self.isolated.rows and not self._tried_alone:

@@ -1,9 +1,10 @@
 """Pytest's options for a run of benchmarks: declares them, and reads and checks them for `lmsys.bench.plugin`.
 
-To add an option, add an entry to OPTIONS and use it in `plugin._session`. A wrong value raises a ValueError that names
-the option and the value: `values.hold` raises it if a condition is false. A *row* is an implementation under test, a
-*case* is one row with one set of sizes, a *group* is the cases that share inputs, and an *axis* is what a benchmark
-varies, such as length. Imports no torch.
+To add an option, add an entry to OPTIONS and read it in `plugin._session`; if its value has to be parsed or checked,
+add a function here for that. A wrong value raises a ValueError that names the option and the value: `values.hold`
+raises it if a condition is false. A *row* is an implementation under test, a *case* is one row with one set of sizes, a
+*group* is the cases that share inputs, and an *axis* is a quantity that a benchmark varies, such as length. Imports no
+torch.
 """
 
 import os
@@ -67,7 +68,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # {name without a prefix: keywords of ar
 }
 
 MOST_ROUNDS = 100_000  # the largest --benchmark-min-rounds: with some zeros too many a run would never end
-# Two reasons in REFUSED. "Replayed": pytest-benchmark gets samples that our runner has measured (`lmsys.bench.plugin`).
+# Reasons that several options in REFUSED have. "Replayed": pytest-benchmark gets samples that our runner has measured
+# (`lmsys.bench.plugin`).
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
 REFUSED = {  # options of pytest-benchmark that mean nothing here, and why
@@ -88,7 +90,7 @@ ABOUT_TABLES = tuple(  # options for which pytest-benchmark must make its own ta
     f"--benchmark-{option}"
     for option in "columns sort group-by name time-unit compare compare-fail histogram verbose".split()
 )
-UNITS = {  # of memory
+UNITS = {  # {unit of memory: bytes}
     "B": 1,
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
@@ -111,7 +113,7 @@ def add_options(parser: pytest.Parser, prefix: str = "--", axes: Iterable[fields
 def as_typed(config: pytest.Config, text: str) -> str:
     """The text with its options named as this run of pytest knows them: --sweep stays, or becomes --lmsys-sweep.
 
-    Only the long names exist where no conftest has called `add_options`.
+    Where no conftest has called `add_options`, only the long names exist.
     """
     # Where a conftest has added --axis, both names give one list. Otherwise --axis gives None, as pytest does not know
     # it, or the value of another plugin's option.
@@ -122,7 +124,7 @@ def as_typed(config: pytest.Config, text: str) -> str:
 
 
 def refuse(config: pytest.Config, device: str) -> None:
-    """Raises ValueError for options that mean nothing here, or that need a package or a GPU that is not there."""
+    """Raises ValueError for options of pytest-benchmark in REFUSED, and for those that lack a package or a GPU here."""
     hold(
         *(
             (not _given(config, option), f"{option} is not for these benchmarks: {reason}")
@@ -151,7 +153,7 @@ def check_group_by(text: str, names: Iterable[str]) -> None:
 
 
 def wants_tables(config: pytest.Config) -> bool:
-    """True where the user gave an option that is about pytest-benchmark's own tables, or needs them made."""
+    """True where the user gave an option in ABOUT_TABLES: one for which pytest-benchmark must make its own tables."""
     return any(_given(config, option) for option in ABOUT_TABLES)
 
 

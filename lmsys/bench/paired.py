@@ -5,8 +5,9 @@ cases runs in both: round i of today's row is sampled right beside round i of th
 row ends its worker, both workers end. The group then runs again from its beginning in two fresh workers, and the
 worker of the row's state leaves this row out: so only times that were sampled in turns are compared.
 
-`lmsys.bench.results.Session` uses `Paired` in place of `Isolated`. `lmsys.bench.changes` makes the verdicts on the
-times.
+`lmsys.bench.results.Session` uses `Paired` in place of `Isolated`. `lmsys.bench.checkout` makes the folder that the
+earlier state's worker imports from, `lmsys.measure.turns` has the turns, and `lmsys.bench.changes` makes the verdicts
+on the times.
 """
 
 import socket
@@ -31,8 +32,8 @@ class Paired(isolation.Isolated):
 
     state    the earlier state of the code, as a folder that the other worker imports from
     earlier  the other worker, which runs the rows of the earlier state
-    against  {"name", "commit", "margin"}, for the records of the earlier rows: what the earlier state is called, its
-             hash, and the share by which a time must change to count
+    against  {"name", "commit", "margin"}, for the records of the earlier rows: the name of the earlier state, its hash,
+             and the share by which a time must change to count
     """
 
     def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: fields.Record):
@@ -69,8 +70,8 @@ class Paired(isolation.Isolated):
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         """Yields today's results of a group, then the earlier ones."""
-        # {row: {"target", "supports"}} in the earlier state's tables, to replace these fields of today's `Entry`. Rows
-        # that only the earlier tables have are left out: a row from a user's file may have the same name.
+        # {row: {"target", "supports"}} in the earlier state's tables, to replace these fields of today's `Entry`. A row
+        # that only the earlier tables have is left out, since a row from a user's file may have its name.
         places = {
             name: place
             for name, place in self.earlier.ask("places", benchmark).items()
@@ -118,7 +119,7 @@ class Paired(isolation.Isolated):
                 self.close(0.0)
 
     def close(self, grace_s: float = 2.0) -> None:
-        """Ends both workers: what runs next runs in two fresh ones."""
+        """Ends both workers. The next call starts two fresh ones."""
         super().close(grace_s)
         self.earlier.close(grace_s)
         for line in self._lines:

@@ -1,11 +1,12 @@
-"""The pytest plugin: options, collection, progress, replay into pytest-benchmark, the result file.
+"""The pytest plugin, which runs benchmarks as tests: it connects pytest to a `lmsys.bench.results.Session`.
 
-pytest loads it by its entry point (pyproject.toml) and calls the hooks below. They only connect pytest to
-`lmsys.bench.results.Session`, which does the work of a run; `lmsys.bench.options` reads the options. A *row* is an
-implementation under test, and a *case*, a test for pytest, is one row with one set of sizes. Our runner measures the
-samples of a case. They are then *replayed*: pytest-benchmark times an empty function by `RecordedTimer`, which returns
-the samples in place of times. Nothing happens, and torch is not imported, until a test of a benchmark is collected or
-one of the fixtures is used.
+pytest loads this module by its entry point (pyproject.toml) and calls the hooks below: for options, collection, tables
+at the end and the result file. The session does the work of a run; `lmsys.bench.options` declares and reads the
+options, and `_session` here makes the session from them: a new option is used there. A *row* is an implementation under
+test, and a *case*, a test for pytest, is one row with one set of sizes. Our runner measures the samples of a case.
+They are then *replayed*: pytest-benchmark times an empty function by `RecordedTimer`, which returns the samples in
+place of times. Nothing happens, and torch is not imported, until a test of a benchmark is collected or one of the
+fixtures is used.
 """
 
 import os
@@ -73,8 +74,8 @@ def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
 def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, benchmark: Any) -> Callable[[str], None]:
     """`lmsys_measured(cell)`: measures the case with this id and its whole group, and replays the case's own samples.
 
-    The group, the cases that share inputs, is measured when the first of its cases asks. If the case is out of memory,
-    unsupported, wrong or failed, this is a result, too: the test is skipped with the reason.
+    The group, the cases that share inputs, is measured when the test of its first case calls this. A case that is out
+    of memory, unsupported, wrong or failed has a result, too: its test is skipped with the reason.
     """
     session = request.config.stash[SESSION]
 
@@ -155,7 +156,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuses wrong options and cases, before any file is opened for writing."""
+    """Raises pytest's UsageError for wrong options and cases, before any file is opened for writing."""
     config, items = session.config, [item for item in session.items if _benchmark_of(item)]
     try:
         hold((FAULT not in config.stash, config.stash.get(FAULT, "")))
@@ -206,7 +207,7 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
 
 
 def _resume(session: results.Session, path: Path) -> None:
-    """Gives the session what the result file, or its journal, holds. ValueError names --resume and the file."""
+    """Gives the session the records of a result file and its journal. ValueError names --resume and the file."""
     try:
         for content, entries in results.read_results(path):
             session.resume(content, entries)
@@ -330,7 +331,7 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
 @pytest.hookimpl(optionalhook=True, trylast=True)  # last: the seal covers what other plugins write
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     if SESSION in config.stash:
-        machine = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
+        machine = config.stash[SESSION].runner.machine  # it has the commit of $LMSYS_COMMIT if set, else of git
         output_json["commit_info"] |= {"id": machine["commit"], "dirty": machine["dirty"]}
         config.stash[SESSION].complete(output_json)
 
@@ -346,7 +347,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         ours = config.stash.get(SESSION, None)
         if ours and ours.output and ours.records and not (config.option.collectonly or collection_failed):
             ours.save(_content(config))
-            # A fault is told by the summary. The empty line ends the line of progress.
+            # The summary says if the file could not be written. The empty line ends the line of progress.
             ours.say("" if ours.faults else f"wrote the result to {ours.output}")
 
 
@@ -359,7 +360,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _content(config: pytest.Config) -> dict[str, Any]:
-    """Makes the JSON of pytest-benchmark with our part.
+    """The content of the result file: pytest-benchmark's JSON, completed by our part.
 
     It is made here, since pytest-benchmark makes none if no row was timed.
     """

@@ -1,9 +1,10 @@
-"""The ranks of a run: processes that benchmarks of collectives and data parallelism measure on.
+"""The *ranks* of a run: processes, connected by torch.distributed, on which benchmarks of several processes run.
 
+Benchmarks of collectives, data parallelism and training are such benchmarks. A *row* is an implementation under test.
 Ranks are started when first needed, and started again after one has failed; under torchrun they are the processes that
 torchrun has started. A benchmark calls `Ranks.ask` with a function that `on_part` decorates. The function runs on the
 first `case.world_size` ranks, and `ask` returns the results by rank. New work for ranks is such a function, in the
-benchmark's own folder. A *row* is an implementation under test.
+benchmark's own folder.
 """
 
 import gc
@@ -50,8 +51,8 @@ def num_nodes() -> int:
 def world_sizes(grid: Grid, backend: str) -> list[int]:
     """The grid's numbers of ranks, in which 0 stands for all ranks that there are.
 
-    There is one rank for each GPU, two on a CPU, and under torchrun as many as it has started. A larger number is left
-    out if the sweep names it, and kept if the command line does (`grid.given`).
+    There is one rank for each GPU, two on a CPU, and under torchrun as many as it has started. A number larger than
+    that is left out if the sweep names it, and kept if the command line does (`grid.given`).
     """
     group, asked = joined(), "world_size" in grid.given
     most = group.world_size if group is not None else torch.cuda.device_count() if backend == "nccl" else 2
@@ -217,15 +218,15 @@ def _others(kind: str) -> int | None:
 
 
 def _together(group: Any) -> Callable[[], Any]:
-    """A function that makes the devices, and not the hosts, wait for one another."""
+    """A function that makes the ranks' devices, and not their hosts, wait for one another."""
     token = torch.zeros(1, device=device())
     return lambda: dist.all_reduce(token, group=group)
 
 
 def entropy() -> int:
-    """A number that nobody can foresee. If all ranks need the same, the caller sends the first rank's to the others.
+    """A number that nobody can foresee, of 53 bits: the most that every reader of JSON holds exactly.
 
-    It has 53 bits, the most that every reader of JSON holds exactly.
+    Each rank gets another one. If all ranks need the same, the caller sends the first rank's to the others.
     """
     return _ENTROPY.getrandbits(53)
 

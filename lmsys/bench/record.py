@@ -6,6 +6,7 @@ declares the fields of records, and `lmsys.bench.validate` checks them when a fi
 pytest-benchmark's JSON with one more key, and a seal in it:
 `"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "layouts": {...}, "rows": {...}, "records": [...]}`.
 
+    machine  facts of the machine and of the run (`lmsys.measure.machine.describe`)
     fields   for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
     layouts  for each benchmark that has one, how a report shows its records (`lmsys.reports.layout`); older files have
              none
@@ -13,9 +14,10 @@ pytest-benchmark's JSON with one more key, and a seal in it:
 
 Each record has a "seal", the SHA-256 of all else in the record. Under "lmsys" there are two more keys: "others" is the
 SHA-256 of pytest-benchmark's part of the file (`others_seal`), and "seal" is the SHA-256 of all else under "lmsys",
-"others" included. So the seal also holds for a copy of the file without pytest-benchmark's entries. Seals show
+"others" included. So "seal" is still right in a copy of the file without pytest-benchmark's entries. Seals show
 changes made by accident or without care. If a changed file was sealed again, `lmsys verify` finds the change only where
-the file contradicts itself, or the oracle.
+the file contradicts itself, or the oracle. A change of the format after which older files cannot be read needs a new
+SCHEMA.
 
 While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
 then one for each record.
@@ -53,7 +55,7 @@ def earlier(record: fields.Record, against: fields.Record | None) -> fields.Reco
     """A sealed copy of a record under the names of an earlier state of the code: id, row and label end in `@NAME`.
 
     record   the record of a case that was measured in that state (--against)
-    against  {"name", "commit", "margin"} of that state; None: the row is today's, and its record is returned as it is
+    against  {"name", "commit", "margin"} of that state; None: the row is today's, and its record is returned unchanged
     """
     if against is None:
         return record
@@ -63,7 +65,7 @@ def earlier(record: fields.Record, against: fields.Record | None) -> fields.Reco
 
 
 def today(record: fields.Record) -> fields.Record:
-    """A copy of an earlier row's record under the names that it has today; any other record as it is."""
+    """A copy of an earlier row's record under the names that the row has today; any other record unchanged."""
     if not record.get("against"):
         return record
     suffix = f"@{record['against']['name']}"
@@ -82,7 +84,7 @@ def others_seal(file: fields.Record) -> str:
 
 
 def older_file_seal(content: fields.Record) -> str:
-    """The seal of files of lmsys 0.1: of the machine and the seals of the records, in their order."""
+    """The seal as lmsys 0.1 computed it for a file: from the machine and the seals of its records, in their order."""
     return files.digest_of([content["machine"], [record.get("seal") for record in content["records"]]])
 
 
@@ -108,17 +110,17 @@ def rounded(samples_s: Sequence[float]) -> list[float]:
 
 
 class JournalError(OSError):
-    """Raised when the journal can no longer be written; the records in it stand."""
+    """Raised when the journal can no longer be written; the records that it holds are kept."""
 
 
 class Journal:
     """Appends each record to `<result>.partial` as it comes, and flushes it to disk.
 
-    It starts with all records carried over from the resumed run; the previous journal is replaced only once these are
-    on disk.
+    It begins with the records that are carried over from the run that --resume names. An earlier journal is replaced
+    only once these records are on disk.
 
     result   path of the result file
-    head     what the file has under "lmsys" beside the schema, the records and the seals
+    head     the content of the file under "lmsys" beside the schema, the records and the seals
     carried  the records that are carried over
     """
 
@@ -164,8 +166,8 @@ def load(path: Path) -> fields.Record:
 def load_file(path: Path) -> fields.Record:
     """A whole result file: what `load` returns under "lmsys", and pytest-benchmark's entries under "benchmarks".
 
-    A journal has "lmsys" alone. ValueError as of `load`, and for "benchmarks" in a form that pytest-benchmark does not
-    write.
+    A journal has "lmsys" alone. ValueError as `load` raises it, and for "benchmarks" in a form that pytest-benchmark
+    does not write.
     """
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):

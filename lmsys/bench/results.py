@@ -5,8 +5,9 @@ and has the result file written at the end. A *row* is an implementation under t
 set of sizes. A *group* is the cases that share inputs: the runner sets them up and measures them together. Each case
 gets a record, whose form `lmsys.bench.record` describes. Here a record is called an *answer*, since `record` is the
 name of that module. The *journal*, a file beside the result file, gets each record as soon as it is there, and keeps it
-if the run is killed. For --resume, the result file of an earlier run is read here (`_stands` says which of its records
-are kept). The lines at the end of a run come from `summary`.
+if the run is killed. For --resume, records of an earlier run's file are *carried over* into this run (`_stands` says
+which). The lines at the end of a run come from `summary`. A new setting of a run is a field of `Session`, which
+`plugin._session` fills, or of `Settings` if the runner needs it.
 """
 
 import json
@@ -56,14 +57,14 @@ class Session:
 
     settings  how to measure
     sweep     the grids of each benchmark, and how long each row is sampled
-    output    the path of the result file, None when it is not kept
+    output    the path of the result file; None: no file is written
     texts     values of axes on the command line, as text, by option or axis name
     say       called with each line for the user
     carried   records of the file that --resume names, which are not measured again, by benchmark and case id
     carried_entries, carried_head  the rest of that file: pytest-benchmark's entries, and all under "lmsys" but records
-    results   records of what this run has measured, by benchmark and case id
-    isolated  rows run in a process of their own
-    retries   --resume also runs again the cases that had ended their process
+    results   the records that this run has measured, by benchmark and case id
+    isolated  True: rows run in a worker process
+    retries   True: --resume also runs again the cases that had ended their process
     repeats   how often each group is measured, each time in a fresh process; the last measurement is kept
     checkout  an earlier state of the code, whose rows take turns with today's (--against)
     margin    for verdicts of --against: a smaller change of time, as a share, counts as none
@@ -117,7 +118,7 @@ class Session:
         return list(by_id)
 
     def select(self, keys: Iterable[Key]) -> None:
-        """Keeps the cases that pytest has selected, by -k and the like; a group consists of these alone.
+        """Keeps the cases that pytest has selected, by -k and similar options; a group then has these cases alone.
 
         ValueError if, with --against, a case is selected without the same case in the other state of the code.
         ValueError also if --resume carries over records of a benchmark that this run does not collect: it could not
@@ -195,7 +196,7 @@ class Session:
         return self.results[key]
 
     def _run(self, group: Key) -> None:
-        """Says what comes and how long it should take, and has the runner measure the group."""
+        """Prints which group comes and how long the rest should take, and has the runner measure the group."""
         self.runner.ready()
         if self.carried and self.settings.timed and self._early is None:
             self._early = {}
@@ -204,8 +205,8 @@ class Session:
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         count = {" ".join(key): len(members) for key, members in self._groups.items()}
-        # The sweep's seconds are of some other machine: they are no guide until this machine's pace is known, that is,
-        # until a group has run here.
+        # The sweep's seconds were measured on another machine. They help only once this machine's pace is known, that
+        # is, once a group has run here.
         usual = self._usual if self._took or self._earlier.keys() & self.sweep.took_s.keys() else self._earlier
         left = time_left(self._took, count, usual, doubt=" if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
@@ -221,7 +222,7 @@ class Session:
 
     def _keep(self, group: Key, answer: Record) -> None:
         """Adds a record to `results` and to the journal."""
-        # First in `results`: if an interrupt falls between the two, the final file has the record.
+        # `results` comes first: if an interrupt falls between the two, the final file has the record.
         self.results[group[0], answer["id"]] = answer
         if self.output:
             self.journal.add(answer)
@@ -241,7 +242,7 @@ class Session:
                     why = ": a case looks changed" if self.checkout else f", {len(runs) + 1} of {self.repeats}"
                     self.say(f"  again{why}")
                 runs.append(list(self.runner.run(self.benchmarks[group[0]], cases)))
-        finally:  # an interrupt leaves what is complete
+        finally:  # also after an interrupt: the complete runs are kept
             spreads = _changes().spreads_between(runs)
             for answers in zip(*runs, strict=True):
                 answer = next((answer for answer in answers if answer["outcome"] != "ok"), answers[-1])
@@ -290,8 +291,8 @@ class Session:
     def journal(self) -> record.Journal:
         """The journal, which is begun when the first record comes."""
         assert self.output is not None
-        # It states the ceilings of this run, and so it must rate what it carries over by them. Before it begins nothing
-        # changes: a run that ends without a record leaves the file that it resumes as it is.
+        # The journal states the ceilings of this run, so the records that are carried over must be rated by them. This
+        # is done only now: a run that ends without a record leaves the file that it resumes as it is.
         self._take(self._early or {}, self.carried_entries)
         return record.Journal(self.output, self._head(self.runner.machine), self.carried.values())
 
@@ -322,7 +323,7 @@ class Session:
         if self.settings.timed and self.results:
             try:
                 self._take(self._rated(again=True), self.entries_of_carried + output_json["benchmarks"])
-            except (KeyboardInterrupt, Ended) as error:  # what is measured stands
+            except (KeyboardInterrupt, Ended) as error:  # the measured records are kept
                 self.runner.machine["ceilings_moved"] = [
                     f"ceilings were not measured again: {str(error) or 'interrupted'}"
                 ]
@@ -382,8 +383,8 @@ class Session:
     def _rated(self, again: bool) -> dict[Key, Record]:
         """All records with rates by the machine's ceilings, which are measured once more if `again`.
 
-        Carried records are rated anew, too: a file has the ceilings of the run that wrote it. Those that this run
-        has not collected, and that lack fields of their case, are left out.
+        Carried records are rated anew, too: a file has the ceilings of the run that wrote it. A record is left out if
+        this run has not collected its case, and the case cannot be made again from the record.
         """
         held = self.carried | self.results
         # Rates are computed under the names of today's rows; `record.earlier` gives records of --against theirs again.
@@ -397,7 +398,7 @@ class Session:
         return {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
 
     def _take(self, rated: Mapping[Key, Record], entries: Iterable[Record]) -> None:
-        """Replaces records by the rated ones, and what pytest-benchmark's `entries` have of them, in `extra_info`."""
+        """Replaces records by the rated ones, also their values in `extra_info` of pytest-benchmark's `entries`."""
         self.carried |= {key: answer for key, answer in rated.items() if key in self.carried}
         self.results |= {key: answer for key, answer in rated.items() if key in self.results}
         for entry in entries:
@@ -434,7 +435,7 @@ class Session:
         return [entry for entry in self.carried_entries if entry["extra_info"].get("id") in ids]
 
     def _stands(self, answer: Record) -> bool:
-        """True if --resume takes the record over; False if its case is to be run again."""
+        """True if --resume carries the record over; False if its case is to be run again."""
         same_question = answer.get("memory_limit_bytes") == self.settings.memory_limit_bytes
         answered = answer["outcome"] != "ok" or answer.get("time_s") is not None or not self.settings.timed
         done = answer["outcome"] in DONE or (answer.get("crashed") and not self.retries)

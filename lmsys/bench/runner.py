@@ -4,10 +4,11 @@ A *row* is an implementation under test, a *case* is one row with one set of siz
 inputs. The steps of a group, in their order:
 
 why not (can the row run here?) -> setup -> first call -> check -> samples, in turns -> check of timed calls ->
-memory -> same bits (do repeated calls agree?) -> record.
+memory -> energy, on request -> same bits (do repeated calls agree?) -> record.
 
-`lmsys.bench.results.Session` calls it, in this process or, by default, in a worker (`lmsys.bench.isolation`). The steps
-themselves are in `lmsys.bench.trial`.
+`lmsys.bench.results.Session` calls the runner, in this process or, by default, in a worker (`lmsys.bench.isolation`).
+The steps themselves are in `lmsys.bench.trial`: a new step is a method there, and a call of it in `Runner.run` or in a
+method of `Trial` that `run` calls.
 """
 
 import gc
@@ -37,7 +38,7 @@ class Runner(instruments.Instruments):
     """Runs groups of cases in this process.
 
     `lmsys.bench.isolation.Isolated` calls its methods in a worker by their names. A cached property of `Instruments` is
-    in `vars(self)` once it has been made: so `"guard" in vars(self)` asks if there is a guard, and makes none.
+    in `vars(self)` once it has been made: so `"guard" in vars(self)` asks if there is a guard without making one.
     """
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
@@ -81,8 +82,8 @@ class Runner(instruments.Instruments):
 
         A failure outside of a row's own calls fails every case that was still ok.
 
-        ended  endings of cases that are not run, because they ended an earlier process
-        begun  called with the case ids of each row, in the order of the heartbeat's rows
+        ended  the endings of cases that are not run, because they ended an earlier process (`trial.Endings`)
+        begun  called with a list of case ids for each row, in the order in which the heartbeat numbers rows
         """
         self.guard.mend()
         self.guard = guard.Guard()  # before a row runs: a benchmark may have been imported since
@@ -125,7 +126,7 @@ class Runner(instruments.Instruments):
         return torch.cuda.memory_allocated() if self.settings.device == "cuda" else host.resident_bytes()
 
     def facts(self) -> fields.Record:
-        """The facts of the machine and the code, without what has to be measured; --resume compares them."""
+        """The facts of the machine and the code, but for those that have to be measured; --resume compares them."""
         return machine.describe(self.settings.device, command="", seed=0, sweep="")
 
     def places(self, benchmark: Benchmark) -> dict[str, dict[str, str]]:
@@ -169,10 +170,10 @@ class Runner(instruments.Instruments):
     def rate(
         self, cases: Sequence[tuple[Benchmark, Case, fields.Record]], again: bool
     ) -> tuple[fields.Record, list[fields.Record]]:
-        """(the machine, the records of these cases rated by it).
+        """(the machine, the records of these cases with their rates as shares of the machine's ceilings).
 
-        again  True: measures the machine's ceilings once more before. Each becomes the higher of both measurements, and
-               the field `ceilings_moved` says which have moved
+        again  True: the machine's ceilings are first measured once more. Each becomes the higher of both measurements,
+               and the field `ceilings_moved` says which have moved
         """
         if again:
             before, after = self.machine["ceilings"], self.ceilings()

@@ -2,9 +2,10 @@
 
 A *row* is an implementation under test, a *case* is one row with one set of sizes, a *group* is the cases that share
 inputs. `lmsys.bench.runner` makes a `Trial` per group and calls its parts in order: prepare (inputs, first calls,
-checks), take (samples and checks of timed calls, turn by turn), check_again, repeat, result. A *candidate* holds the
-state of a row while the group runs; a *turn* is the cases that are sampled together. `result` decides what a record
-holds, beside what the benchmark's hooks add: a new field of every record goes there, and into `fields.COMMON`.
+checks), take (samples and checks of timed calls, memory and energy, turn by turn), check_again, repeat, result. A
+*candidate* holds the state of a row while the group runs; a *turn* is the cases that are sampled together. `result`
+makes the record from what these parts and the benchmark's hooks have found: a new field of every record goes there, and
+into `fields.COMMON`.
 
 A call that raises has a failure, (outcome, reason), which `compare.attempt` makes of the exception. `candidate.watched`
 does this for calls of a row's code, and `candidate.attempt` also notes the failure on the candidate. `Trial.own_part`
@@ -30,6 +31,7 @@ from lmsys.measure.compare import attempt, interleave, release_memory
 from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Failure, Step, nothing
 
+# NOT_TIMED, IN_RANGES, INTERPRETED: the `reason` of a case that is right and was not timed.
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
 # The `energy_note` of a case that other processes run, such as ranks.
@@ -66,7 +68,7 @@ class Trial:
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
-        """The candidate of a case, which cases with one key share."""
+        """The candidate of a case; cases with one `Benchmark.key` share it."""
         return self.candidates[self.benchmark.key(case)]
 
     def good(self) -> list[Candidate]:
@@ -135,7 +137,7 @@ class Trial:
         self._mend([candidate])
 
     def _mend(self, suspects: Sequence[Candidate]) -> None:
-        """Puts back what a row has replaced of what judges and measures, and fails those that may have done it."""
+        """Puts back the functions, of those that judge and measure, that a row has replaced; then all suspects fail."""
         if names := self.runner.guard.mend():
             for candidate in suspects:
                 candidate.failed("wrong", f"a row replaced {', '.join(names)}, by which it is judged")
@@ -147,7 +149,7 @@ class Trial:
 
     def take(self, turn: Cases) -> None:
         """Samples the cases of a turn, checks timed calls, and measures memory and energy, into `measurements`."""
-        turn = [case for case in turn if self.is_able(case)]  # what fails in one turn is not in the next
+        turn = [case for case in turn if self.is_able(case)]  # without rows that have failed in an earlier turn
         if not turn:
             return
         self.watch.doing = "while it was timed"
@@ -180,9 +182,9 @@ class Trial:
     def _energy(self, case: Case) -> Record:
         """The record's fields on the energy of the case's calls, or `energy_note`, which says why there is none.
 
-        It is measured after the case's samples and its memory, in a pass of many calls with nothing else on the device.
-        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could return a remembered
-        result: a row that is faster in the pass than its arithmetic allows gets no energy.
+        The energy is measured after the case's samples and memory, in a pass of many calls, alone on the device.
+        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could return a result that it
+        remembers: a row that is faster in the pass than its arithmetic allows gets no energy.
         """
         sensors, candidate = self.runner.sensors, self.candidate(case)
         why_not = sensors.why_no_joules if case.id in self.called_here else OTHERS_ENERGY
@@ -215,7 +217,7 @@ class Trial:
         """A failure, "wrong", if no right call of the case can be that fast on this machine; else None.
 
         time_s  seconds of a call
-        cached  True: its inputs may be in a cache, so reading them may take no time
+        cached  True: the inputs may be in a cache, so reading them may take no time
         """
         work, limits = self.benchmark.least_work(case), self.runner.limits
         if work is None or limits is None:
@@ -306,7 +308,7 @@ class Trial:
     def _unproved(self, case: Case) -> Failure | None:
         """A failure, "wrong", if fewer timed calls were checked than the benchmark asks for (`num_proofs`); else None.
 
-        If there are fewer, kept calls were removed before they could be checked.
+        Fewer ones mean that kept calls were removed before they could be checked, as a row that cheats may do.
         """
         measurement = self.measurements[case.id]
         proved, least = len(measurement.proof), min(self.benchmark.num_proofs, len(measurement.samples or ()))
@@ -334,8 +336,8 @@ class Trial:
     def repeat(self) -> None:
         """Calls each timed row several times on one draw, and notes whether its results have the same bits.
 
-        This comes last: it also calls with a batch of one, for which a row may compile anew, and that may slow down its
-        other shapes from then on. A benchmark that does not override `outputs` is left out.
+        This comes last, since it also calls rows with a batch of one: a row may compile anew for that, and its calls of
+        other shapes may be slower from then on. A benchmark that does not override `outputs` is left out.
         """
         if type(self.benchmark).outputs is Benchmark.outputs:
             return
@@ -354,7 +356,7 @@ class Trial:
         elements  the elements of the batch that were then called alone; [] if a batch cannot be divided
         alone     {tensor: largest difference} of the tensors that repeat, but have other bits if an element is called
                   alone
-        failure   why this could not be found out, or None. The row's other results stay
+        failure   why the calls could not be compared, or None. The record keeps its other fields in both cases
 
         A row whose calls differ is not wrong.
         """

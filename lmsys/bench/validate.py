@@ -1,9 +1,11 @@
 """Checks the content of a result file when it is read, so that readers can rely on types and sizes.
 
-`lmsys.bench.record.load` calls `check_content`, and `lmsys.reports.views` calls `check_value`. A field is checked by
-the declaration that the file has of it, and by its name: a field whose name ends in `_s` must be a number. Fields that
-hold lists or objects are checked by SHAPES, on which the report's chapters rely: add the shape of such a field there.
-Every ValueError names the place in the file, the value and what would be right. Imports no torch.
+`lmsys.bench.record.load_file` calls `check_content`, and so does `lmsys.bench.plugin` with made-up records before a
+run. `lmsys.reports.views` calls `check_value`, and so does `lmsys.bench.instruments` before a record is written. A
+field is checked by the declaration that the file has of it, and by its name: a field whose name ends in `_s`, for
+example, must be a number. Fields that hold lists or objects are checked by SHAPES, on which the report's chapters rely:
+add the shape of such a field there. A fact of the machine that is no text needs its shape in MACHINE. Every ValueError
+names the place in the file, the value and what would be right. Imports no torch.
 """
 
 import math
@@ -137,7 +139,7 @@ def check_matching(pattern: str, right: str, where: str, value: Any) -> None:
     hold((re.fullmatch(pattern, check_text(where, value)), f"{where}: must be {right}; got {value!r}"))
 
 
-ENTRIES: Shape = [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}]  # those of pytest-benchmark
+ENTRIES: Shape = [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}]  # pytest-benchmark's, of each test
 NAME = partial(check_matching, r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
 CONTENT: Shape = {  # what a file has under "lmsys"; a layout is checked further when it is drawn
     "fields": {

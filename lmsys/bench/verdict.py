@@ -52,11 +52,12 @@ def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
 def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> tuple[str, int, int]:
     """(the fastest row, in how many comparisons it was first or near, in how many it was sampled).
 
-    The fastest row is the one that the fewest other rows beat, by geometric means over shared comparisons. If several
-    are beaten by equally few, the one in more comparisons counts. A row is near in a comparison if it took at most NEAR
-    times the time of its fastest row.
+    The fastest row is the one that the fewest other rows beat: by a factor above NEAR, as a geometric mean over the
+    comparisons that both rows are in. If several rows are beaten by equally few, the one in more comparisons counts;
+    then the one with the smaller mean time over that of each comparison's fastest row. A row is near in a comparison if
+    it took at most NEAR times the time of the comparison's fastest row.
 
-    comparisons  for each, its timed cases; if a row has several cases in one comparison, its fastest one counts
+    comparisons  the timed cases of each; if a row has several cases in one comparison, its fastest one counts
     """
     rows = [{case["impl"]: case for case in sorted(cases, key=time_of, reverse=True)} for cases in comparisons]
 
@@ -69,7 +70,7 @@ def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> tuple[str, int, i
         return max(_slowness(cases[name], other) for other in cases.values())
 
     def rank(name: str) -> tuple[int, int, float]:
-        """The key by which the fastest row is the least: rows that beat it, comparisons (negative), mean slowness."""
+        """The key of `min`: (rows that beat it, minus the number of its comparisons, mean time over the fastest's)."""
         shared = [cases for cases in rows if name in cases]
         slower = sum(slowness(name, other) > NEAR for other in set().union(*shared))
         return slower, -len(shared), geometric_mean([over_fastest(name, cases) for cases in shared])
@@ -104,7 +105,7 @@ def not_run(records: Iterable[fields.Record]) -> dict[str, Counter[str]]:
     return dict(sorted(rows.items(), key=lambda item: -item[1].total()))
 
 
-MOST_REASONS = 8  # of rows that could not run; a report lists them all
+MOST_REASONS = 8  # the most reasons why rows could not run that `lines` gives; a report lists them all
 
 
 def lines(records: Sequence[fields.Record]) -> Iterator[str]:

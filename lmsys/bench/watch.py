@@ -1,16 +1,16 @@
-"""The watch over a row's calls: each is announced and has a deadline, and what it changed in the process is put back.
+"""The watch over a row's calls: each is announced and has a deadline, and its changes of the process are undone.
 
     heartbeat.beat(row, "in its first call", seconds)
 
-A *row* is an implementation under test. A *beat* says which row is at work, at what, and by when it must be done. A
-worker process writes beats into memory that it shares with its parent. The parent reads the last beat when the worker
-has died or hangs (`lmsys.bench.isolation`). A GPU executes calls later than the host launches them. So a timed call on
-a GPU is also announced by a small copy in the CUDA stream, right before the call: the copied number says which row the
-GPU has reached.
+A *row* is an implementation under test. A *beat* says which row is at work, what it is doing, and by when it must be
+done. A worker process writes beats into memory that it shares with its parent. The parent reads the last beat when the
+worker has died or hangs (`lmsys.bench.isolation`). A GPU executes calls later than the host launches them. So a timed
+call on a GPU is also announced by a small copy in the CUDA stream, right before the call: the copied number says which
+row the GPU has reached.
 
 `lmsys.bench.trial` makes a `Watch` for each group of cases. Its candidates are the rows, numbered from 0.
 `lmsys.bench.guard` lists what is put back after a call. The deadline of a call is the run's --deadline; that of a timed
-call is computed from WARM_S and TIMES_EXPECTED.
+call is computed from WARM_S and TIMES_EXPECTED. A new hook of `Step` that runs a row's code is wrapped in `Watch.over`.
 """
 
 import ctypes
@@ -44,12 +44,12 @@ COPY_S = 0.05  # seconds between two copies, by a thread, of the number of the r
 class Beat(ctypes.Structure):
     """One beat, as it lies in the shared memory: `from_buffer` writes there, and `from_buffer_copy` reads.
 
-    number    grows with every beat
-    until     deadline, by `time.monotonic`
+    number    grows by 1 with every beat
+    until     the deadline, as a time of `time.monotonic`
     row       index of the row among the candidates of its group; NOBODY while the bench itself is at work
     phrase    such as b"in its first call"; `doing` has it as text
     gpu_row   index of the row that the GPU had reached at the last copy; NOBODY if unknown
-    gpu_seen  time of that copy, by `time.monotonic`
+    gpu_seen  the time of that copy, by `time.monotonic`
     """
 
     _fields_ = (
@@ -67,11 +67,11 @@ class Beat(ctypes.Structure):
 
     @property
     def row_on_device(self) -> int:
-        """The index of the row whose work the device does.
+        """The index of the row that the device works for.
 
-        While calls are timed, that is `gpu_row`; otherwise the host waits for the device, so it is `row`. It is `row`,
-        too, if `gpu_row` was copied more than a second ago: then a call of `row` keeps the interpreter's lock, so that
-        the thread that copies cannot run.
+        While calls are timed, this is `gpu_row`. Otherwise the host waits for the device after each call, so this is
+        `row`. It is `row`, too, if `gpu_row` was copied more than a second ago: then a call of `row` holds the
+        interpreter's lock, so that the thread that copies cannot run.
         """
         is_known = self.gpu_row != NOBODY and time.monotonic() < self.gpu_seen + 1.0
         return self.gpu_row if self.doing == TIMED and is_known else self.row
@@ -93,7 +93,7 @@ class Heartbeat:
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
-        """Says that the row at this index is at work, for at most `seconds`; `doing` completes "it crashed ..."."""
+        """Says that the row at this index is at work, for at most `seconds`. `doing` completes "it crashed ..."."""
         self.now.until, self.now.row, self.now.phrase = time.monotonic() + seconds, row, doing.encode()[:128]
         self.now.number += 1  # last: if a reader found the beat half written, the number then changes
 
@@ -107,7 +107,7 @@ class Heartbeat:
 
     @cached_property
     def gpu(self) -> "GpuRow":
-        """The row that the GPU has reached, which may be an earlier one than the host has launched."""
+        """Finds out which row the GPU has reached, which may be an earlier one than the host has launched last."""
         return GpuRow(self.now)
 
 
@@ -147,8 +147,8 @@ class Watch:
     doing       what rows are doing, as a phrase that completes "it crashed ...": "in its first call"
     expected_s  seconds that the present sampling should take, all rounds of all its rows together (`interleave` in
                 `lmsys.measure.compare`); infinity while that is not known
-    state       the process as it was before the group's first call. `state.mend()` puts changes of it back, and returns
-                them in words, or None
+    state       remembers the process as it was before the group's first call. `state.mend()` puts changes back, and
+                returns them in words, or None
     """
 
     def __init__(
@@ -259,7 +259,7 @@ def _joined(failure: Failure | None, changes: str | None) -> Failure | None:
 
 
 def copied(result: Any, key: int | None) -> Any:
-    """Stands for the hook `keep` of a step that has none (`Trial._step`): copies a tensor, or a sequence of results.
+    """The hook `keep` of a step that has none of its own (`Trial._step`): copies of a tensor, or of a sequence of them.
 
     Returns None if `key` is None: then the call is not checked, and nothing is kept.
     """

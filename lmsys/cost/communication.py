@@ -1,7 +1,8 @@
-"""Times of collectives, from their bytes and the links. Imports no torch.
+"""Predicts times of collectives from their bytes, and a latency and a bandwidth that are fitted. Imports no torch.
 
-Strategies choose buckets by `fit_latency_bandwidth` and `optimal_bucket_bytes`, and reports show the fit. The benchmark
-of data parallelism calls `ddp_overhead`, that of collectives `bus_factor`.
+Strategies of data parallelism choose the size of their *buckets* (gradients that are sent in one collective) by
+`fit_latency_bandwidth` and `optimal_bucket_bytes`, and reports show the fit. The benchmark of data parallelism calls
+`ddp_overhead`, that of collectives `bus_factor`. A new collective needs its line in BUS_FACTORS.
 """
 
 import math
@@ -63,7 +64,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {  # by operation, in a ring of
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """The bytes that a link carries, divided by the bytes of the whole tensor.
+    """The bytes that each link of a ring carries in a collective, divided by the bytes of the whole tensor.
 
     This is "busbw" / "algbw" in nccl-tests (PERFORMANCE.md there).
 

@@ -2,10 +2,11 @@
 
 python -m lmsys.cost.memory --size medium --context 1024 --batch 8 --precision bf16
 
-Training and benchmarks call `fit`, which chooses what blocks keep for their backward; benchmarks also compare
-`training_memory` with what they measure. `lmsys.checkpointing` describes the levels. A new level needs its bytes in
-`kept_bytes`, and its operations in `again_flops`. A *stage* is a stage of ZeRO, 0 to 3: which state ranks divide among
-them (`zero_memory`). Imports no torch.
+A *level* of activation checkpointing says what a block of the model keeps for its backward and what it computes again
+(`lmsys.checkpointing`). Training and benchmarks call `fit`, which chooses the levels of blocks; benchmarks also compare
+`training_memory` with the memory that they measure. A new level needs its bytes in `kept_bytes`, and its operations in
+`again_flops`. A *stage* is a stage of ZeRO, 0 to 3: it says which state the ranks divide among them (`zero_memory`).
+Imports no torch.
 """
 
 import argparse
@@ -25,8 +26,8 @@ WIDE = 4  # bytes of an element of parameters, gradients, optimizer state, and o
 class Footprint:
     """Bytes on a device, by what they hold: parameters, gradients, optimizer state, activations.
 
-    parameters   in stage 3 the device's own part, and those gathered at once: embeddings, head and two blocks
-    activations  what the forward leaves for the backward, and the head's gradient
+    parameters   in stage 3 the device's own part, and those that are gathered at one time: embeddings, head, two blocks
+    activations  the tensors that the forward leaves for the backward, and the head's gradient
     recomputed   the most that the backward of a block adds to the activations by running the block again
     """
 
@@ -38,7 +39,7 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """The peak of a step: a backward frees activations as it makes gradients, so the larger of them counts."""
+        """The peak of a step. A backward frees activations while it makes gradients: only the larger of both counts."""
         return self.parameters + self.optimizer + max(self.gradients, self.activations + self.recomputed)
 
 
@@ -49,7 +50,7 @@ def training_memory(
 
     batch, context     sequences that the device holds at once, and tokens of each
     precision          of MATMUL_BYTES, bf16 and fp16 by autocast; ValueError for another
-    world_size, stage  as in `zero_memory`; in stage 3 what matmuls read is gathered in the precision's dtype
+    world_size, stage  as in `zero_memory`; in stage 3 weights that matmuls read are gathered in the precision's dtype
     """
     values.one_of("precision", precision, MATMUL_BYTES)
     count, tokens = model_parameters(config), batch * context
@@ -116,7 +117,7 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
 def _activations(config: ModelConfig, tokens: int, precision: str, world_size: int, stage: int) -> dict[str, int]:
     """The fields `activations` and `recomputed` of a `Footprint`."""
     narrow = MATMUL_BYTES[precision]
-    # after: what later groups keep. Their backwards run first, so it is free again when this group's backward begins.
+    # after: bytes that later groups keep. Their backwards run first, so these bytes are free when this group's begins.
     after = recomputed = 0
     for group in reversed(config.groups):
         blocks = group.stop - group.first
@@ -141,9 +142,9 @@ def kept_bytes(
 ) -> int:
     """Bytes that a block keeps for its backward. level: of `lmsys.checkpointing`; the rest as in `training_memory`.
 
-    They include the copies of float32 weights that autocast makes and keeps. Of a block, or a piece of it, that runs
-    again in the backward no copies are kept: its weights are cast once more then. At the levels "matmuls" and
-    "attention" all weights but output_proj's are in such pieces (`lmsys.model.selective`).
+    They include the copies of float32 weights that autocast makes and keeps. A block that runs again in the backward
+    keeps no copies, since its weights are cast once more then; nor does a piece of a block that runs again. At the
+    levels "matmuls" and "attention" all weights but output_proj's are in such pieces (`lmsys.model.selective`).
     """
     narrow = MATMUL_BYTES[precision]
     casts = narrow < WIDE and not _gathers(world_size, stage)

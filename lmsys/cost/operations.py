@@ -56,8 +56,8 @@ def attention_bytes(
 ) -> int:
     """The fewest bytes that attention must move: each input is read once, each output written once.
 
-    fwd reads q, k, v and writes o; bwd reads q, k, v, do and writes dq, dk, dv; fwdbwd writes o as well. What a
-    row saves for its backward is not counted.
+    fwd reads q, k, v and writes o; bwd reads q, k, v, do and writes dq, dk, dv; fwdbwd writes o as well. Tensors that a
+    row saves for its backward are not counted.
     """
     query_side = batch * heads * queries * head_dim  # q, o, do, dq
     key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
@@ -70,8 +70,8 @@ def attention_bytes(
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> float:
     """Operations of Muon's `steps` Newton-Schulz iterations on a matrix; its sides are n and m, n the shorter one.
 
-    An iteration multiplies n x m by m x n, and n x n by n x m: 2 n² m operations each. It squares an n x n matrix by
-    2 n³ operations.
+    An iteration multiplies n x m by m x n, and n x n by n x m: 2 n² m operations each. It also squares an n x n matrix,
+    which takes 2 n³ operations.
     """
     short, long = sorted((rows, columns))
     return steps * (4.0 * short**2 * long + 2.0 * short**3)

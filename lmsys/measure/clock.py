@@ -1,9 +1,9 @@
-"""How long one call took: CUDA events on a GPU, `perf_counter` on a CPU.
+"""Clocks, which say how long one call took: by CUDA events on a GPU, by `perf_counter` on a CPU.
 
 `lmsys.measure.compare` takes samples by one of the two clocks, which have the same methods: `sample` runs a call and
 returns a *mark* of it, and `read` turns marks into seconds. Before a sample, `wait` keeps the device idle, so that the
-host launches ahead of it. The bench makes clocks by `clock_of`; a clock for another device is a class with the methods
-of `CpuClock`, and a case there.
+host launches ahead of it. The bench makes clocks by `clock_of`. A clock for another device is a class with the methods
+of `CpuClock`, and a case in `clock_of`.
 
 The timed code, a *row*, may be anybody's, and may try to cheat. So the functions used here are imported with this file,
 before any row's file could replace them, and no variable of a Python frame holds the CUDA events while a call runs. On
@@ -29,11 +29,11 @@ from lmsys.values import grouped
 
 
 def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[float]:
-    """The seconds on the device of each *span*: what runs between two short kernels named `separator`, gaps included.
+    """The seconds on the device of each *span*: the kernels between two short kernels named `separator`, gaps included.
 
-    The profiler (CUPTI) records the kernels while `call` runs. Separators come in pairs. What runs between pairs is
-    left out, and so are the first `skipped` kernels of each span. The list is empty if CUPTI gives nothing, as when
-    another profiler uses it, or if a kernel is missing. Only `CudaClock.beside_cupti` calls it.
+    The profiler (CUPTI) records the kernels while `call` runs. Separators come in pairs. Kernels that run between two
+    pairs are left out, and so are the first `skipped` kernels of each span. The list is empty if CUPTI gives nothing,
+    as when another profiler uses it, or if a kernel is missing. Only `CudaClock.beside_cupti` calls this function.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
@@ -55,8 +55,8 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
     return [(max(end for _, end in span) - span[0][0]) / 1e9 for span in spans] if is_whole else []
 
 
-CYCLES_PER_S = 2e9  # about a GPU's clock rate: `_sleep` counts cycles
-SHORT_S = 1e-4  # for calls shorter than this, the time that the events themselves add is measured row by row
+CYCLES_PER_S = 2e9  # about a GPU's clock rate: turns seconds into the cycles that `_sleep` takes
+SHORT_S = 1e-4  # for calls shorter than this, the time that the events themselves add is measured for each row
 NUM_SPANS = 120  # how many calls measure that time: the error of a single call is up to 1 us
 LEAD_S = 2e-3  # how long the device waits before timed calls, so that the host launches ahead, also under a profiler
 _Event = torch._C._CudaEventBase  # not torch.cuda.Event, whose Python methods can be replaced
@@ -104,13 +104,14 @@ class CudaClock:
            device writes a buffer of 256 MiB, or of twice the L2 cache if that is more, so that no call finds its
            inputs in this cache.
            False: the clock of calls in a loop, such as training steps. Each call begins on an idle device, after
-           `Step.before`. If the host launches more slowly than the device works, the time is the host's. This is for
+           `Step.before`. If the host launches more slowly than the device works, the time is the host's. It serves
            calls of more than about 1,000 launches: a device queues no more, so the host cannot be further ahead.
 
-    others   a function, set by workers of the bench, that returns how many processes of other programs are on the
-             device, or None if that is not known; it is called when times are impossible
+    others   a function that returns how many processes of other programs are on the device, or None if that is not
+             known. `lmsys.bench` sets it; it is called when times are impossible
     share_s  the time that a pair of events adds to the kernel between them, in seconds, which is subtracted from every
-             reading. CUPTI measures it when the clock is made; 0 in a loop or without CUPTI, as `share_by` says
+             reading. CUPTI measures it when the clock is made; 0 in a loop or without CUPTI
+    share_by  in words, how `share_s` was measured
     """
 
     warm_s = 0.1  # seconds of load until the device's clock rate settles under the power limit
@@ -243,7 +244,7 @@ class CudaClock:
             _sleep(int(seconds * CYCLES_PER_S))
 
     def drain(self) -> None:
-        """Waits until the device has done what it was given."""
+        """Waits until the device has done all that was launched."""
         cuda_synchronize()
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
@@ -260,10 +261,10 @@ class CudaClock:
         return Cost(host_s, _seconds(start, end))
 
     def watch(self) -> Callable[[], None]:
-        """Begins to time many calls by the device's clock and by the host's. It returns a function to call at the end.
+        """Begins to time many calls by the device's clock and by the host's. Returns a function to call at the end.
 
-        That function raises ClockError if the two times differ by more than two kinds of waits explain: of host and
-        device for each other, and of both for another program that shares the device.
+        That function raises ClockError if the two times differ by more than waits explain: waits of host and device for
+        each other, and of both for another program that shares the device.
         """
         start, end = _Event(enable_timing=True), _Event(enable_timing=True)
         cuda_synchronize()
@@ -341,7 +342,7 @@ def timed(clock: Clock, call: Callable[[], Any], count: int = 1) -> list[float]:
 
 
 def synchronize(device: str) -> None:
-    """Waits until the device has done all that was launched; a CPU always has."""
+    """Waits until the device has done all that was launched. For "cpu" it returns at once: nothing is left to do."""
     if device == "cuda":
         cuda_synchronize()
 

@@ -1,4 +1,4 @@
-"""Samples several callables side by side, and turns what a failing one raises into an outcome, whatever they compute.
+"""Samples several callables side by side, and turns the exception of a failing one into an outcome and a reason.
 
 A *row* is one of these callables. `lmsys.bench.trial` calls `interleave` with a `Step` for each row, and gets the
 samples of each; `attempt` turns whatever a row's call raises into an outcome and a reason. A new outcome goes into
@@ -6,12 +6,12 @@ samples of each; `attempt` turns whatever a row's call raises into an outcome an
 
 Under load the clock rate of a GPU changes, which changes a time by up to a fifth, so rows measured minutes apart cannot
 be compared. Here all rows of a comparison take turns, in rounds: A B C, C A B, ... Round i of one row runs beside round
-i of the others, and a speedup is the median of the ratios of each round. The clock rate also depends on the row just
-before. So each round has another random order, or one row would always come after the hottest.
+i of the others, and a speedup is the median over rounds of the ratio of two rows' times. The clock rate also depends on
+the row just before. So each round has another random order, or one row would always come after the same other row.
 
 Every round has its own inputs, drawn right before each call. Parts of the results of a few calls are kept, to be
-checked afterwards. Which calls and which parts they are is drawn from the system's entropy after the call, so that no
-row can know it.
+checked afterwards. The calls and the parts are drawn from the system's entropy after the call, so that no row can know
+them.
 """
 
 import gc
@@ -35,7 +35,7 @@ from lmsys.values import shortened
 MAX_ROUNDS = 200  # the most rounds of a call of `interleave`, unless its `min_rounds` is more
 MOST_LOOKS = 20  # about how often the sensors are read during one sampling
 MOST_OF_EXPECTED = 2.0  # sampling ends after this many times the expected wall time: the machine has become busy
-FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
+FIRST_LEAD_S = 0.02  # seconds that a GPU waits before calls of unknown cost: almost any call is launched in less
 _ENTROPY = random.SystemRandom()  # draws numbers of 53 bits, the most that every reader of JSON holds exactly
 
 
@@ -45,10 +45,10 @@ class Sampled:
 
     samples    seconds of each timed call
     kept       the timed calls that are to be checked
-    prepare_s  least seconds of the untimed prepare before a call
+    prepare_s  the least seconds that the untimed `prepare` before a call took
     share_s    seconds that were taken off each sample, since the clock itself adds them
     failures   outcome and reason of rows that failed during the sampling
-    looks      what `look` returned between rounds, for all rows together
+    looks      the readings that `look` returned between rounds, for all rows together
     """
 
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -229,9 +229,11 @@ class _Taken:
 
 
 def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[str]:
-    """The order of a round: first the rows that both processes have, in the same order in both, then the others.
+    """A random order of the rows for round `index`: first those that both processes have, then the others.
 
-    So each shared row follows the same row in both processes.
+    Both processes draw the same order of shared rows. So each shared row follows the same row in both.
+
+    theirs  the rows of the other process (`lmsys.measure.turns`); empty without one
     """
     shared = sorted(name for name in names if name in theirs)
     others = [name for name in names if name not in shared]

@@ -5,9 +5,9 @@
 
 A device updates its counter once in a few milliseconds, or only ten times in a second: each update is a *move*. So the
 call is repeated for a second or more, and the energy between the first and the last move is divided by the number of
-calls between them. Calls before that warm the device until power and clocks are steady. The device works without a
-pause, except for a moment about every CHUNK_S, when the host waits for it, and where the host launches more slowly than
-the device works.
+calls between them. Calls before the first move that counts warm the device until power and clocks are steady. The
+device works without a pause, except for a moment about every CHUNK_S, when the host waits for it, and where the host
+launches more slowly than the device works.
 """
 
 import threading
@@ -28,11 +28,11 @@ from lmsys.measure.step import Failed, Step, nothing
 # warm the device; they last one second because some power sensors give the mean of the last second.
 PASS_S, WARM_S = 1.5, 1.0
 LONGER = 3  # passes take so many times as long if one is subtracted from another, as errors of both then add up
-SAMPLE_S = 0.005  # between two readings of the sensors
+SAMPLE_S = 0.005  # seconds between two readings of the sensors
 CHUNK_S = 0.05  # about the seconds of calls between two waits for the device, which idles then for a moment
 APART = 0.03  # the largest relative difference of counter and integral of power at which both are believed
 
-Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are done by then
+Mark = tuple[float, int]  # (a time by `perf_counter`, the number of calls that are done by then)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The host's memory and load, read from Linux's /proc and /sys; on other systems nothing is known. Imports no torch.
 
-`lmsys.bench.isolation` uses it to find workers that hold too much memory, `lmsys.measure.memory` to learn how much
-memory is available, `lmsys.measure.sensors` and `lmsys.bench.plugin` to see the load of other programs. Parameters
-`root` and `proc` are the folders to read from; tests pass folders of their own.
+`lmsys.bench.isolation` and `lmsys.bench.runner` use this module to see how much memory workers hold,
+`lmsys.measure.memory` to learn how much is available, `lmsys.measure.sensors` and `lmsys.bench.plugin` to see the load
+of other programs. The parameter `root` is the folder in which /proc and /sys lie, and `proc` is /proc itself; tests
+pass folders of their own. To support another version of cgroups, add its files to CGROUP_FILES.
 """
 
 import os
@@ -13,7 +14,9 @@ from pathlib import Path
 
 LEAST_LOAD_S = 0.2  # the shortest time over which a load is measured
 BUSY = 0.1  # the share of the CPU's time above which other programs count as a disturbance
-CGROUP_FILES = (  # of cgroup 2, of cgroup 1: files with limit, use, statistics; the statistic of droppable cache
+# By version of cgroups, 2 and 1: the files with a container's limit, its use and its statistics, and the statistic that
+# says how much of the use is cache which can be dropped.
+CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
@@ -37,7 +40,7 @@ def _facts(file: Path) -> dict[str, str]:
 
 
 def resident_bytes(pid: int = 0) -> int:
-    """The bytes that a process, by default this one, holds; 0 where Linux does not tell, or the process has ended."""
+    """The bytes of memory that a process, by default this one, holds; 0 where Linux does not tell or it has ended."""
     try:  # the second number of statm: pages in memory
         return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):

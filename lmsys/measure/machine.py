@@ -2,8 +2,10 @@
 
 `lmsys.bench.instruments` and `lmsys.bench.runner` put facts and ceilings into every result; the training loop and
 benchmarks/models.py take `peak_flops_per_s` from here. *Ceilings* are rates that a large matmul and a large copy reach
-on this machine; *limits* are the rates of a GPU's data sheet, computed from its clocks and widths. To add a GPU, add a
-line to PEAK_FLOPS_PER_S, and one to FLOP_PER_CYCLE if its compute capability is new.
+on this machine, and one that is *sustained* is reached for seconds, under the power limit. *Limits* are rates that a
+GPU cannot exceed, computed from its clocks and widths. To add a GPU, add a line to PEAK_FLOPS_PER_S, and one to
+FLOP_PER_CYCLE if its compute capability is new. A new fact is a line in `describe`, and one in MACHINE of
+`lmsys.bench.validate` if it is no text.
 """
 
 import datetime
@@ -29,7 +31,7 @@ from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # seconds and runs of each ceiling: on a busy machine three runs may all be slow
-LONG_S = 1.0  # if runs take this long together, two suffice: bfloat16 on a CPU without instructions for it is slow
+LONG_S = 1.0  # if runs take longer than this together, two suffice: bfloat16 may be slow on a CPU
 SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # by device: the sides of the square matmuls that are tried
 # Peak FLOP/s of dense bfloat16 and float16 matmuls, from data sheets, by words of a GPU's name. The first entry that
 # fits counts, so "H100 PCIe" stands before "H100": on a PCIe card the GPU gets less power, and has a lower peak.
@@ -83,9 +85,9 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
 
     It times a square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise), and one copy that
     no cache holds, whose reads and writes are counted. Each is repeated for `seconds`, CEILING_S at most, and the
-    fastest run counts. On a CPU several sizes, and both layouts of the second operand, are tried: which is fastest
-    depends on the dtype.
-    `spread`: by what share the median run took longer than the fastest; the largest of all of these.
+    fastest run counts. On a CPU several sizes, and both layouts of the second operand, are tried, since the fastest
+    ones depend on the dtype. "spread" is the share by which the median run took longer than the fastest one, and the
+    largest such share of the matmuls and the copy.
     """
     copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)  # 1 GiB, 128 MiB
     matmuls = {
@@ -144,7 +146,10 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> float | None:
-    """The data sheet's peak of all ranks together. gpu: its name; precision: of a training, such as "bf16".
+    """The peak FLOP/s of `world_size` GPUs together, by the data sheet.
+
+    gpu        the name of a GPU
+    precision  that of a training, such as "bf16"
 
     None for an unknown GPU, for a part of a GPU (MIG), and for other precisions than "bf16" and "fp16".
     """
@@ -155,8 +160,8 @@ def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> fl
 def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEAST_RUNS) -> tuple[float, float]:
     """(the minimum, the median) of the seconds of repeated calls.
 
-    It makes `least` calls or more, until they took `seconds` together. Where calls take more than LONG_S together, two
-    suffice. One call before them is not counted: it touches new memory.
+    There are `least` calls or more, until they took `seconds` together. Where calls take more than LONG_S together, two
+    suffice. One call before them is not counted, since it is the first to touch new memory.
     """
     clock, samples = clock_of(device), list[float]()
     timed(clock, call)
@@ -184,9 +189,9 @@ def commit() -> dict[str, Any]:
     return {"commit": git(folder, "rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-# Dense operations that a multiprocessor completes in a cycle, by compute capability: from NVIDIA's architecture white
-# papers and the tables of throughput in the CUDA C++ Programming Guide. float32 counts as TF32 where the GPU has TF32:
-# no way of computing a float32 product by tensor cores is faster.
+# Dense operations that a multiprocessor completes in a cycle, by compute capability and dtype: from NVIDIA's
+# architecture white papers and the tables of throughput in the CUDA C++ Programming Guide. Where the GPU has TF32, the
+# number for float32 is that of TF32: no way of computing a float32 product by tensor cores is faster.
 FLOP_PER_CYCLE = {
     (7, 0): {"float16": 1024, "bfloat16": 128, "float32": 128},
     (7, 5): {"float16": 1024, "bfloat16": 128, "float32": 128},

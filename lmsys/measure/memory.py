@@ -1,9 +1,9 @@
 """Measures the memory of a call: its peak, what a forward keeps for its backward, each phase, each allocation.
 
-Benchmarks call these functions in their `inspect` hooks, while nothing else runs on the device; workers and ranks of
-the bench call `cap_gpu_memory` and `cap_host_memory` when they begin. On CUDA, torch's caching allocator gives the
-figures. On a CPU they come from the allocator's events, which torch's profiler records. These do not show it when
-memory is freed that was allocated before the recording began.
+Benchmarks call these functions in their `inspect` hooks, while nothing else runs on the device. Processes of the bench
+that run rows call `cap_gpu_memory` if there is a memory limit; those that run rows on a CPU, except ranks, call
+`cap_host_memory`. On CUDA, torch's caching allocator gives the figures. On a CPU they come from the allocator's events,
+which torch's profiler records. If memory is freed that was allocated before the recording began, they do not show it.
 """
 
 import bisect
@@ -54,7 +54,7 @@ def cap_gpu_memory(limit_bytes: int) -> None:
 
 
 def cap_host_memory() -> None:
-    """Makes allocations beyond the memory that is available fail, as on a GPU, rather than bring the machine down."""
+    """Makes allocations fail, as on a GPU, that need more memory than is available now: else the machine may hang."""
     available = int(host.available_bytes())
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)  # the most that the limit may be raised to; negative: no bound
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
@@ -68,8 +68,8 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int:
 def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int:
     """The most bytes that a command and the processes that it starts were seen to hold in memory at once, on Linux.
 
-    It looks every `interval_s` seconds, and adds up the resident sets; a page that several processes share counts for
-    each. OSError on other systems; RuntimeError when the command fails.
+    This function looks every `interval_s` seconds, and adds up the resident sets; a page that several processes share
+    counts for each. OSError on other systems; RuntimeError when the command fails.
     """
     peak = 0
     # A file, not a pipe: nobody reads before the process ends, and a process that has filled a pipe waits for ever.
@@ -104,11 +104,11 @@ def saved_bytes(forward: Callable[[], Any]) -> int:
 def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dict[str, int]]:
     """Runs the steps (forward, backward, optimizer) in order: `{name: {"peak_bytes": ..., "live_bytes": ...}}`.
 
-    peak_bytes is the most that was live during the step, live_bytes what is live at its end, both above what was live
-    before the first step. A step's result is dropped, so a step must store by itself what the next one needs. After a
-    forward, live_bytes is what the backward needs and the output: the activations. On a CPU each step is profiled, and
-    must wait for its collectives: if a collective of gloo is still under way when a profile ends, the process crashes
-    when the collective is freed.
+    peak_bytes is the most bytes that were live during the step, live_bytes the bytes that are live at its end; bytes
+    that were live before the first step are subtracted from both. A step's result is dropped, so a step must store by
+    itself what the next one needs. After a forward, live_bytes counts the activations: all that the backward needs, and
+    the output. On a CPU each step is profiled, and must wait for its collectives: if a collective of gloo is still
+    under way when a profile ends, the process crashes when the collective is freed.
     """
     memory: dict[str, dict[str, int]] = {}
     live = 0
@@ -145,9 +145,9 @@ def first_steps(
 
 
 def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-    """Bytes of parameters, gradients, optimizer state and buffers, as they are now; of a sharded tensor, this rank's.
+    """Bytes of parameters, gradients, optimizer state and buffers now, by name. Of a sharded tensor only this rank's.
 
-    Each storage counts once and whole, under the first of the four that has a tensor in it.
+    Each storage counts once and whole, under the first of the four names that has a tensor in it.
     """
     groups = {
         "parameters_bytes": module.parameters(),
@@ -173,8 +173,9 @@ def _new_storages(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[i
 def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[tuple[float, int]]]:
     """Runs the steps as `phases` does, and gives by step (time_s, live_bytes) after each event of the allocator.
 
-    time_s is by the host's clock, since the first event. live_bytes is above what was live before that event. It counts
-    bytes as requested; on CUDA the allocator rounds each request up to a multiple of 512.
+    time_s is the time since the first event, by the host's clock. live_bytes counts the live bytes, without those that
+    were live before the first event. Bytes count as requested; on CUDA the allocator rounds each request up to a
+    multiple of 512.
     """
     ends = []
 
@@ -273,9 +274,10 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
 
 
 class _Lines(torch.utils._python_dispatch.TorchDispatchMode):
-    """Puts each operator into a range that names the line which called it: the profiler's own stacks miss `a @ b`.
+    """A context that puts each operator into a range of the profiler, whose name is the line that called the operator.
 
-    Within the context torch calls `__torch_dispatch__` in place of each operator.
+    The profiler's own stacks lack such operators as `a @ b`. Within the context torch calls `__torch_dispatch__` in
+    place of each operator.
     """
 
     supports_higher_order_operators = True  # without it torch refuses operators that take functions, as FlexAttention's

@@ -1,10 +1,11 @@
-"""Where the time of a call goes: kernels, what kind they are, and the parts of a model that they belong to.
+"""Where the time of a call goes: to which kernels, to which kinds of kernels, and to which parts of a model.
 
 Benchmarks of models and of data parallelism call `profile_call`, `communication_of` and `largest_allocations`; models
-mark their parts with `part`; `lmsys.bench.trial` calls `call_in_ranges` for --nvtx. Times of kernels are read off the
-trace that torch.profiler writes (Chrome trace format, for a browser's trace viewer). On CUDA a kernel is what the
-device runs; on a CPU it is an operator, without those that it calls. A kernel of unknown kind gets one by
-`register_kernels`, or by a line in PATTERNS.
+mark their parts with `part`; `lmsys.bench.trial` calls `call_in_ranges` for --nvtx. Times of kernels are read from the
+trace that torch.profiler writes (Chrome trace format, for a browser's trace viewer). On CUDA a kernel is a function
+that the device runs. On a CPU an operator counts as a kernel, and its time is without that of the operators that it
+calls. The *kind* of a kernel is one of KINDS, found from its name. To give a kernel another kind than "other", call
+`register_kernels`, or add a line to PATTERNS.
 """
 
 import itertools
@@ -162,7 +163,7 @@ class Profile:
 def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace: Path | None = None) -> Profile:
     """Profiles `steps` calls, after one that warms up and one that the profiler does not record.
 
-    `trace`, a .json file, keeps the trace: for ui.perfetto.dev or chrome://tracing.
+    trace  a .json file to keep the trace in, for ui.perfetto.dev or chrome://tracing
     """
     call()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
@@ -232,7 +233,7 @@ def _self_times(operators: list[dict[str, Any]]) -> list[Run]:
 
 
 def _parts(events: dict[str, list[dict[str, Any]]], work: list[Run], steps: int) -> list[Part]:
-    """The parts, the longest first. `events`: by category of a trace."""
+    """The parts, the longest first. events: those of a trace, by category; work: all runs of kernels."""
     # A range counts for all threads (None). A part may call a backward: autograd runs it in threads of its own, while
     # the thread of the range waits.
     spans = [
@@ -361,7 +362,7 @@ def communication_of(
     On CUDA the host's calls are not recorded: that would slow down the host, for which many steps wait. Ranks begin
     together, after a step under the profiler: a rank that came early would wait inside a collective, and this wait
     would count as communication. No collective may be under way when a recording begins or ends: torch's profiler may
-    crash on what one of gloo's threads is recording.
+    crash on an event that a thread of gloo is recording.
     """
     with profile(
         activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU],

@@ -1,6 +1,7 @@
 """Repeats a call on the same inputs: do the results have the same bits, and how far apart are they if not?
 
-`lmsys.bench.trial` and `lmsys.check.attention` call `repeated` and `apart`, for any kernel.
+`lmsys.bench.trial` and `lmsys.check.attention` call `repeated` and `apart`. A call returns tensors by name. To support
+tensors with elements of another size, add an integer dtype of that size to BITS.
 """
 
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 LEAST, MOST = 3, 10  # the least and the most calls; not 2, as two calls may agree by chance
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element, integers of its size
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: integers of its size}
 Outputs = Mapping[str, torch.Tensor]
 
 
@@ -18,8 +19,8 @@ def repeated(
 ) -> tuple[dict[str, torch.Tensor], int, dict[str, float]]:
     """(copies of the first call's tensors, the number of calls, the largest differences from these copies).
 
-    The differences are by name, of those tensors alone whose bits differed in any call. It makes at least LEAST calls,
-    then more until `seconds` have passed, and MOST at most.
+    The differences are by name, and only of tensors whose bits differed in some call. `call` is called at least LEAST
+    times, then more often until `seconds` have passed, and MOST times at most.
     """
     first = {name: x.detach().clone() for name, x in call().items()}
     differ: dict[str, float] = {}

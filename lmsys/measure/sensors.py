@@ -1,10 +1,11 @@
-"""Reads a device's own sensors: clocks, temperature, power, energy, and other programs' processes on it.
+"""Reads a device's own sensors: clocks, temperature, power, energy, and other programs' processes on the device.
 
-`sensors_of` reads a GPU by NVML (nvidia-ml-py), a CPU by Linux's files: RAPL's counters of energy, and the frequency of
-cores. What a device does not tell is None, and `why_no_joules` says why its energy cannot be measured.
-`lmsys.bench.trial` begins `Conditions` before it samples rows (the implementations under test), and puts
-`Conditions.record` into the record of each row afterwards; `lmsys.bench.ranks` counts strangers by `Conditions`. To
-support another kind of device, add a subclass of `Sensors`, and return it from `sensors_of`.
+`sensors_of` gives the sensors of a GPU, read by NVML (nvidia-ml-py), or of the CPUs, read from Linux's files: RAPL's
+counters of energy, and the frequency of cores. A value that a device does not tell is None, and `why_no_joules` says
+why its energy cannot be measured. `lmsys.bench.trial` makes a `Conditions` before it samples rows (the implementations
+under test), and puts `Conditions.record` into the record of each row afterwards; `lmsys.bench.ranks` counts other
+programs' processes by `Conditions`. To support another kind of device, add a subclass of `Sensors`, and return it from
+`sensors_of`.
 """
 
 import os
@@ -219,7 +220,7 @@ def _number_in(file: Path) -> int:
 
 
 Number = TypeVar("Number", int, float)
-REASONS = {  # NVML's bits, why a clock is not higher
+REASONS = {  # {bit of NVML's clock event reasons: why a clock is not higher}
     0x1: "idle",
     0x2: "clocks that a user has set",
     0x4: "power cap",
@@ -232,7 +233,7 @@ REASONS = {  # NVML's bits, why a clock is not higher
     0x200: "board limit",
     0x400: "reliability limit",
 }
-EXPECTED = 0x1 | 0x2 | 0x4  # reasons of a healthy machine: a GPU under load works at its power cap
+EXPECTED = 0x1 | 0x2 | 0x4  # reasons that are no disturbance: a GPU under load works at its power cap
 
 
 class Conditions:
@@ -256,7 +257,7 @@ class Conditions:
         }
 
     def strangers(self) -> int | None:
-        """The larger number of strangers on the device, of that at the beginning and that now; None where not known."""
+        """The number of strangers on the device, at the beginning or now: the larger one; None where not known."""
         return max(_without_none([self._strangers, self._count()]), default=None)
 
     def _count(self) -> int | None:

@@ -1,7 +1,7 @@
 """The call that a benchmark times, and what is kept of it. Imports no torch.
 
 The method `step` of a benchmark (`lmsys.bench.benchmark`) returns a `Step`. `lmsys.measure.compare` times it, and
-leaves a `Kept` for each call to be checked; profile.py and energy.py take a `Step`, too. *The row* is the
+returns a `Kept` for each call to be checked; profile.py and energy.py take a `Step`, too. *The row* is the
 implementation under test. A new hook is a field of `Step`, a call in `lmsys.measure.compare._sample` and in
 `profile.call_in_ranges`, and, if it runs a row's code, a wrapper in `lmsys.bench.watch.Watch.over`.
 """
@@ -14,9 +14,9 @@ Failure = tuple[str, str]  # how a call has failed: the outcome, such as "oom" o
 
 
 class Failed(RuntimeError):
-    """Raised with the two parts of a `Failure`, which `lmsys.measure.compare.attempt` then returns.
+    """Raised as Failed(outcome, reason). `lmsys.measure.compare.attempt` catches it and returns the two as a `Failure`.
 
-    The reason is the text of the exception.
+    Its text is the reason.
     """
 
     failure = property(lambda self: self.args)
@@ -26,7 +26,7 @@ class Failed(RuntimeError):
 
 
 def nothing(*_: Any) -> None:
-    """Stands for a hook that a step leaves out."""
+    """Does nothing: the default of hooks that a `Step` may leave out."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Lets two processes take turns on one device: the one that has the *baton* works, the other waits for the baton.
+"""Lets two processes take turns on one device: the one that has the *baton*, the right to work, passes it to the other.
 
-With --against, the worker that runs today's code and the worker that runs an earlier commit measure the same rows in
-this way (`lmsys.bench.paired`). `lmsys.bench.isolation` and `lmsys.bench.runner` open sessions, and
+With --against, the worker that runs today's rows and the worker that runs those of an earlier state of the code measure
+in this way (`lmsys.bench.paired`). `lmsys.bench.isolation` and `lmsys.bench.runner` open sessions, and
 `lmsys.measure.compare` makes the calls inside of them:
 
     with turns.session():                   # begins when both have come; the side with `is_first` has the baton
@@ -13,8 +13,8 @@ this way (`lmsys.bench.paired`). `lmsys.bench.isolation` and `lmsys.bench.runner
             turns.after(index, draw)    # passes the baton on, unless this process was second and leads the next round
 
 In each round one process leads, that is, works first. Both compute the leader from the round's number by the same
-random draw, so that neither always comes second. If a process leaves a session early, the other one goes on alone.
-Imports no torch.
+random draw, so that neither always comes second. If a process leaves a session early, the other one goes on alone. Both
+processes run today's version of this file, so the messages between them may be changed here. Imports no torch.
 """
 
 import json
