@@ -1,8 +1,9 @@
-"""The axes of benchmarks that have a command line option each, such as --size. Imports no torch.
+"""The axes (quantities that benchmarks vary) that have an option of their own, such as --size. Imports no torch.
 
 Benchmarks pick their axes by `named("--size --batch")`, and `pytest --help` shows the options. A new option is an
-`Axis` in NAMED, with a function that parses one value. Such a function (`tier`, `softcap`, ...) gets the text of one
-value, returns the value, and raises ValueError with words that say what would be right: `Axis.values` calls it.
+`Axis` in NAMED, with a function that parses one value, and a line in docs/options.md. Such a function (`tier`,
+`softcap`, ...) gets the text of one value and returns the value. It raises ValueError with a text that says what would
+be right. `Axis.values` calls it.
 """
 
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def offset(text: str) -> int:
 
 
 def documents(text: str) -> str:
-    """`mixed` or `equal16` (any number): lengths of `benchmarks/attention/patterns.py`."""
+    """The text itself: `mixed` or `equal16` (or another number), which `benchmarks/attention/patterns.py` explains."""
     if text != "mixed":
         values.hold((text.startswith("equal"), "must be none, mixed, or equal and a number, as in equal16"))
         positive(text.removeprefix("equal"))
@@ -99,7 +100,7 @@ def checkpointing(text: str) -> str:
 
 
 def checkpointings(text: str) -> Iterator[str]:
-    """Yields the settings of a list; neighbouring parts with numbers are one setting.
+    """Yields the settings of a list, which commas separate; neighbouring parts with numbers make one setting.
 
     So "none,attention*12,matmuls*22" has two settings, "none" and "attention*12,matmuls*22".
     """

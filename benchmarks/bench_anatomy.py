@@ -1,4 +1,4 @@
-"""Where the time and the memory of the language model go, in a forward and in a whole step, by implementation.
+"""Finds where the time and the memory of the language model go, in a forward and in a whole step, by implementation.
 
 Calls are first timed as in `bench_model.py`, and then profiled in calls of their own, since a profiler slows the host.
 `anatomy_of` makes the fields of a record. The runner calls the methods of `Anatomy`: they override hooks of
@@ -44,7 +44,7 @@ class AnatomyTest(ModelTest):
 
 
 class Anatomy(bench_model.ModelBenchmark):
-    """Time by kind of kernel and by part, memory by phase and by allocation."""
+    """Measures time by kind of kernel and by part of the model, and memory by phase and by allocation."""
 
     name = "anatomy"
     layout = LAYOUT
@@ -86,8 +86,8 @@ class Anatomy(bench_model.ModelBenchmark):
         """The cases of the model that are forwards or whole steps, and are not replayed as CUDA graphs.
 
         A backward or an optimizer's update is profiled as a part of the whole step. A replayed case has its forward and
-        backward in one CUDA graph, so they are no phases that could be measured apart; and a "graphed" case replays the
-        kernels of the "compiled" one.
+        backward in one CUDA graph, so the two cannot be measured apart; and a "graphed" case replays the kernels of the
+        "compiled" one.
         """
         for case in super().cases(grid, settings):
             if case.mode in sweeps.ANATOMY_MODES and not case.replayed:
@@ -110,7 +110,7 @@ class Anatomy(bench_model.ModelBenchmark):
 
 
 def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
-    """The fields of one case's record that timing does not give: of kernels, parts, memory and allocations."""
+    """The fields of a case's record that timing does not give: those of kernels, parts, memory and allocations."""
     rig = setup.rig
     rig.clear()  # frees what the rows before have left, so that memory is this row's alone
     phases = phases_of(case, rig)
@@ -159,9 +159,9 @@ def shortened(name: str) -> str:
 def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     """The fields of a record about memory, in bytes.
 
-    `held_bytes` is what is held before the call. `peak_bytes`, `phases` and `timeline` count only what is in use above
-    that: at the most, by phase and over time. A step also has the fields of HELD_IN_A_STEP, as measured, and for models
-    of our own also as predicted from shapes.
+    `held_bytes` is the memory that is held before the call. `peak_bytes`, `phases` and `timeline` count only memory in
+    use above that: the most of it, by phase, and over time. A step also has the fields of HELD_IN_A_STEP, as measured,
+    and for models of our own also as predicted from shapes.
     """
     rig.base.zero_grad(set_to_none=True)
     # Empties the cache: the GPU's allocator may hand out a cached block that is too large, and counts all of it.

@@ -91,7 +91,7 @@ class AttentionTest(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of attention that the case has, beside `causal`."""
+        """{name: value} of the options in `patterns.OPTIONS` that the case has; `causal` is none of them."""
         return {name: value for name in patterns.OPTIONS if (value := getattr(self, name))}
 
     @property
@@ -129,7 +129,7 @@ class AttentionTest(Case):
 
 
 class Attention(Benchmark):
-    """Each row is compared with an oracle in float64, in the case's dtype and, if it can run so, in float32."""
+    """Checks each row against an oracle in float64, in the case's dtype and if possible in float32, and times it."""
 
     name = "attention"
     layout = LAYOUT
@@ -221,18 +221,19 @@ class Attention(Benchmark):
         """Checks rows in float32 first, then in the dtype of the cases, and then in small cases (`check.check_small`).
 
         In float32 an error of 1 % shows, and in bfloat16 it does not. A row that cannot run in float32, or not in this
-        memory, must meet a stricter rule in its own dtype: a bound of the error in root mean square.
+        memory, must meet a stricter rule in the dtype of the cases: a bound of the error in root mean square.
         """
         seed = runner.settings.seed
-        # `redraw_` changes the inputs' seed, so only the first check of a setup has this part.
+        # `redraw_` changes the inputs' seed, so only the first check of a setup takes this branch.
         if setup.inputs.seed == seed:
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
                 check.check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 compare.release_memory()
         elif setup.draws.extreme is not None:
-            # The last timed draw has left a unit with extreme values in the inputs (`lmsys.extremes.attention`). It
-            # would widen the gate's budget, which is one for all units. Inputs that `redraw_` draws have no such unit.
+            # The last timed draw has left a unit (a batch entry and key head) with extreme values in the inputs
+            # (`lmsys.extremes.attention`). It would widen the gate's budget, which is one for all units. Inputs that
+            # `redraw_` draws have no such unit.
             setup.inputs.redraw_(seed + 2)
         in_own_dtype = check.Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:
@@ -306,7 +307,7 @@ class Attention(Benchmark):
 
         A forward has two products, and a backward four, as the forward may keep its scores. Inputs are read once.
         """
-        products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of a forward's two
+        products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of the two of a forward
         rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.visible[1]
         return (
             products * case.flops("fwd"),
@@ -366,9 +367,9 @@ def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
 
 
 def rows_of(grid: Grid, apart: Callable[[Entry], Entry] | None = None) -> list[Entry]:
-    """The rows that the command line names, in its order; else those of the grid, by default all, without `without`.
+    """The rows that the command line names, in its order; else those of the grid, by default all, except `without`.
 
-    apart  None, or a function that makes of a row one that runs in a process of its own (`lmsys.bench.foreign`)
+    apart  None, or a function that turns a row into one that runs in a process of its own (`lmsys.bench.foreign`)
     """
     if "attention" in grid.given:
         return ATTENTION.select((name for name in grid["attention"] if name not in axes.MODELS_ONLY), apart)

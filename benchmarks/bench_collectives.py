@@ -1,11 +1,13 @@
 """Collectives: all-reduce, reduce-scatter, all-gather and broadcast, by size, number of ranks and backend.
 
-The result of each is checked. Then it is timed twice: by calls of `lmsys.parallel.collectives` ("ours"), and by calls
-of torch.distributed in a plain loop. `measure` runs on the ranks; `Collectives` asks for it and makes the record. The
-runner calls the methods of `Collectives`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
-called and what it returns. A new operation is a row of OPERATIONS, with torch's call in `_plain`, its right result in
-`Inputs.expected`, and a factor in `lmsys.cost.communication.BUS_FACTORS`. If it averages over ranks, MEANS names it. If
-it takes other tensors than all-reduce does, `Inputs` and `_ours` say which.
+The result of each operation is checked. Then the operation is timed twice: by calls of `lmsys.parallel.collectives`
+("ours"), and by calls of torch.distributed in a plain loop. `measure` runs on the ranks, the processes that
+communicate; `Collectives` calls it there, and makes the record. The runner calls the methods of `Collectives`: they
+override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
+
+A new operation is a row of OPERATIONS, with torch's call in `_plain`, its right result in `Inputs.expected`, and a
+factor in `lmsys.cost.communication.BUS_FACTORS`. If it averages over ranks, MEANS names it. If it takes other tensors
+than all-reduce does, `Inputs` and `_ours` say which.
 """
 
 import random
@@ -65,7 +67,7 @@ class CollectiveCase(Case):
 
 
 MAX_ROUNDS = 200  # the most timed calls of an operation
-LEAD_S = 0.05  # seconds that GPUs wait at first, more than the host needs to launch MAX_ROUNDS calls
+LEAD_S = 0.05  # seconds that GPUs wait before the first call, more than the host needs to launch MAX_ROUNDS calls
 MEANS = ("all_reduce", "reduce_scatter")  # operations that average over ranks
 
 
@@ -73,7 +75,7 @@ MEANS = ("all_reduce", "reduce_scatter")  # operations that average over ranks
 def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Record:
     """On a rank: checks and times an operation. Our calls take about `seconds` together; None: it is only checked.
 
-    Returns `wrong`, and if the operation was timed also the others:
+    Returns `wrong`, and if the operation was timed also the other fields:
 
     wrong    what is wrong with a result; "" if nothing is
     samples  seconds of each of our calls
@@ -135,8 +137,8 @@ class Inputs:
     def draws_of(self, rank: int, x: torch.Tensor) -> Callable[[int], None]:
         """Returns fill(draw), which writes the input that `rank` has in that draw into x.
 
-        Inputs are whole numbers of 16 bits, of both signs: in float32 their sum is exact in any order, in a narrower
-        dtype it is not. Each rank can compute the inputs of the others.
+        Inputs are whole numbers of 16 bits, of both signs: in float32 their sum is exact in any order, but in a
+        narrower dtype it is not. Each rank can compute the inputs of the others.
         """
         name = f"rank {rank}"
         stream = draws.Draws({name: x}, self.seed, below={name: 2**16})
@@ -148,7 +150,7 @@ class Inputs:
         return fill
 
     def expected(self, drawn: Iterable[int]) -> dict[int, torch.Tensor]:
-        """{draw: the right result on this rank}; of an operation in MEANS it is the sum over ranks, not the mean."""
+        """{draw: the right result on this rank}; for an operation in MEANS the sum over ranks, in place of the mean."""
         world_size, kind, x = self.case.world_size, self.case.impl, torch.empty_like(self.drawn)
         by_draw: dict[int, list[torch.Tensor]] = {draw: [] for draw in drawn}
         for sender in range(1 if kind == "broadcast" else world_size):
@@ -191,7 +193,7 @@ def _plain(case: CollectiveCase, x: torch.Tensor, group: Any) -> Callable[[], An
     average = dist.ReduceOp.AVG if case.backend == "nccl" else dist.ReduceOp.SUM
     return {
         "all_reduce": lambda: dist.all_reduce(out.zero_() if case.backend == "gloo" else out, average, group=group),
-        # torch's functions, by the names that this version has.
+        # These two are torch's functions, by the names that this version of torch has.
         "reduce_scatter": lambda: collectives._reduce_scatter(part, x, average, group=group),
         "all_gather": lambda: collectives._all_gather(out, part, group=group),
         "broadcast": lambda: dist.broadcast(out, group=group, group_src=0),
@@ -232,7 +234,7 @@ OPERATIONS = Table(
 
 
 class Collectives(OnRanks):
-    """Each operation is checked and timed on the ranks, one after another, since they share links."""
+    """Checks and times each operation on the ranks, one operation after another, since they share links."""
 
     name = "collectives"
     layout = layouts.COLLECTIVES

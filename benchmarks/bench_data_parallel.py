@@ -1,9 +1,9 @@
-"""Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size.
+"""Times a data-parallel training step of the language model, by strategy, size, batch, number of ranks, bucket size.
 
-The strategies are the rows of `lmsys.parallel.STRATEGIES`. This file runs in the bench's process and calls functions
-on the ranks: `data_parallel/check.py` checks a strategy before timing, `data_parallel/rank.py` times a pass,
-`data_parallel/passes.py` judges it. A *pass* is a series of training steps of one row; the rows take turns pass by
-pass. A new field of records is declared in `DataParallel.fields`, and computed in `data_parallel/cases.py`.
+A *row* is a strategy of `lmsys.parallel.STRATEGIES` with its options. A *pass* is a series of training steps of one
+row; the rows take turns pass by pass. This file runs in the bench's process and calls functions on the ranks:
+`data_parallel/check.py` checks a row before timing, `data_parallel/rank.py` times a pass, `data_parallel/passes.py`
+judges it. A new field of records is declared in `DataParallel.fields`, and computed in `data_parallel/cases.py`.
 
 The runner calls the methods of `DataParallel`: they override hooks of `lmsys.bench.Benchmark`, which says when each is
 called and what it returns. `ask(case, function, *args)` of `runner.ranks` returns what the function returns on each of
@@ -40,7 +40,7 @@ from lmsys.cost.operations import model_flops, model_parameters
 # The number of passes of each row, by backend. A GPU's clock moves between passes, so rows are compared within one.
 PASSES = {"gloo": 2, "nccl": 3}
 # After the timed steps, reading the weights may take as long as these steps and so many seconds more. A row that takes
-# longer has put off work until after them.
+# longer has put off work of the steps.
 LATE_S = 0.05
 
 
@@ -321,12 +321,13 @@ class DataParallel(ParallelBenchmark):
     def _judge_pass(
         self, case: ParallelCase, candidate: Candidate, asked: Pass, number: int, trial: Any
     ) -> dict[str, float] | None:
-        """{parameter: its error over its budget} of the worst parameter; None where the steps cannot be judged.
+        """{parameter: its error over its budget} of the worst parameter; None if the steps cannot be judged.
 
         asked, number  the pass that is judged, and its number
         """
         row, ask = candidate.state, trial.runner.ranks.ask
-        # When a row fails, its ranks end, and with them what the passes of other rows have left there to be judged.
+        # When a row fails, its ranks end, and with them the weights that passes of other rows have left there. Then the
+        # pass is run again.
         if not all(ask(row.case, holds, asked)):
             self._run_pass(candidate, asked, number, trial.runner)
             if candidate.outcome != "ok":

@@ -2,12 +2,13 @@
 
 Ours computes the logits of one chunk of tokens after another; the baselines compute the logits of all tokens at once.
 LOSSES has the implementations, called rows; a new one is an `Entry` there. `benchmarks.loss` makes inputs and judges
-results, and `benchmarks.layouts` says how they are shown. The runner calls the methods of `Loss`: they override hooks
-of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
+results, and `benchmarks.layouts` says how the results are shown. The runner calls the methods of `Loss`: they override
+hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns. A new metric is a `Field` of
+`Loss.fields`, and its value in `Loss.metrics` or, if it must be measured, in `Loss.inspect`.
 
 The reference is the eager row in float64. The budget, the error that is allowed, is made of the error of plain PyTorch
 in the precision that is tested: at each element, the larger error of two usual formulas. References are computed at the
-full shape, from one block of tokens after another, so only the rows need memory for all logits.
+full shape, from one block of tokens after another, so that only the rows need memory for all logits.
 
 Some tokens are *extreme*: their target has by far the lowest logit (`lmsys.extremes.loss`). A row that is not compiled
 is also checked with other kinds of extreme tokens, such as equal logits, at a small shape that no block divides, if it
@@ -171,7 +172,7 @@ class Loss(Benchmark):
         setup.inputs.run(candidate.call)
 
     def check_all(self, candidates: Sequence[Candidate], setup: LossDraws, runner: Any) -> None:
-        # Made here and not in `check`: if this fails, the benchmark fails, and no row is called wrong.
+        # References are made here and not in `check`: if they fail, the benchmark fails, and no row is called wrong.
         for x in (setup.inputs, setup.odd):
             x.exact, x.plain = references(x.in_blocks)
         super().check_all(candidates, setup, runner)
@@ -181,7 +182,7 @@ class Loss(Benchmark):
         candidate.notes |= setup.inputs.errors(answer)
         ratios = setup.inputs.check(answer)
         odd = replace(candidate.case, tokens=ODD_TOKENS, vocab_size=ODD_VOCABULARY)
-        # Not for a compiled row: it would be compiled again for another shape.
+        # A compiled row is left out, since it would be compiled again for another shape.
         if not Traits.of(candidate.entry).compiles and candidate.entry.why_not(odd) is None:
             ratios |= {
                 f"{name}, of {ODD_VOCABULARY} classes": ratio

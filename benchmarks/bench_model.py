@@ -1,9 +1,9 @@
-"""The language model: inference, a training step and its phases, by size, context, batch, precision and row.
+"""Times the language model: inference, a training step and its phases, by size, context, batch, precision and row.
 
-A row is a kernel of attention in our model, or somebody else's whole model: `benchmarks.models.MODEL_ROWS` lists them.
-`model/cases.py` holds the case and the check before timing (`Gate`), `model/rig.py` the calls that are timed,
-`model/spots.py` the checks of timed calls. `bench_anatomy.py` profiles the same cases. A new metric is a `Field` of
-`Model.fields`, and its value in `Model.metrics`.
+A row is our model with one implementation of attention, or somebody else's whole model: `benchmarks.models.MODEL_ROWS`
+lists them. `model/cases.py` holds the case and the check before timing (`Gate`), `model/rig.py` the calls that are
+timed, `model/spots.py` the checks of timed calls. `bench_anatomy.py` profiles cases of the same kind. A new metric is a
+`Field` of `Model.fields`, and its value in `Model.metrics`.
 
 The runner calls the methods of `ModelBenchmark` and `Model`: they override hooks of `lmsys.bench.Benchmark`, which says
 when each is called and what it returns.
@@ -28,10 +28,10 @@ from lmsys.measure.compare import attempt
 
 @dataclass
 class Setup:
-    """The models that a group of cases shares: the gate until it has checked the rows, and then the whole models.
+    """The models that a group of cases shares: those of the gate until it has checked the rows, then the whole models.
 
-    gate      the check before timing; None afterwards, as the models need its memory
-    make_rig  builds the models (`rig`), on first use
+    gate      the check before timing; None afterwards, as the whole models need its memory
+    make_rig  builds the whole models (`rig`), on first use
     """
 
     gate: Gate | None
@@ -120,8 +120,8 @@ class ModelBenchmark(Benchmark):
             candidate.notes["levels"] = str(candidate.case.computed.checkpoint_blocks)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
-        # The runner checks rows again if none of their timed calls was checked. That happens only to cold starts, which
-        # `cold_samples` has judged.
+        # The runner checks rows again if none of their timed calls was checked. Here that happens only to cold starts,
+        # which `cold_samples` has judged.
         if setup.gate is None:
             return
         setup.gate.check(candidates)
@@ -147,7 +147,7 @@ class ModelBenchmark(Benchmark):
 
 
 class Model(ModelBenchmark):
-    """Every row at one size, context, batch and precision: eager and compiled, in every mode."""
+    """Times every row at one size, context, batch and precision: eager and compiled, in every mode."""
 
     name = "model"
     layout = LAYOUT
@@ -219,9 +219,9 @@ class Model(ModelBenchmark):
 
 
 def predicted_bytes(case: ModelTest, record: Record) -> int | None:
-    """Bytes held and the peak above them, as `training_memory` predicts them.
+    """The bytes held and the peak above them in all, as `training_memory` predicts them for an eager step.
 
-    None for cases that it does not know: others' models, compiled ones, and attention that keeps scores.
+    None for cases that it cannot predict: other modes, others' models, compiled ones, and attention that keeps scores.
     """
     runtime = case.runtime | ({"checkpoint_blocks": record["levels"]} if record.get("levels") else {})
     if (

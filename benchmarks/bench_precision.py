@@ -1,8 +1,8 @@
 """Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed.
 
-Each study is a function of a dtype and a device that returns fields of the record. A new study goes into
-`Precision.cases`, and its fields also into `Precision.fields`: the runner refuses a record with a field that is not
-declared there. `benchmarks.layouts.PRECISION` says how the report shows the fields. The runner calls the methods of
+Each study is a function of a dtype and a device that returns fields of the record. A new study is a function here and
+an `Entry` in `Precision.cases`, and its fields are declared in `Precision.fields`: the runner refuses a record with
+other fields. `benchmarks.layouts.PRECISION` says how the report shows the fields. The runner calls the methods of
 `Precision`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
 """
 
@@ -103,9 +103,9 @@ class Study(Case):
 
     @property
     def impl(self) -> str:
-        """The dtype, by which records and reports call this case.
+        """The dtype: it is the name of this case's row in records and reports.
 
-        In other benchmarks it is the name of the entry. Here that is the study's, which the section has already.
+        In other benchmarks this is the name of the entry. Here the entry is the study, whose name is the section.
         """
         return self.dtype
 

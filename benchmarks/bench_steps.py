@@ -1,14 +1,15 @@
 """Training steps of large models, one strategy at a time on the GPUs: time, MFU, memory, and where the time goes.
 
-The rows are strategies of `lmsys.parallel.STRATEGIES`. Two rows of a model of 8 billion parameters do not fit in memory
-together, so each is measured alone. A row is first checked against training in one process, as in
+A row is a strategy of `lmsys.parallel.STRATEGIES` with its options. Two rows of a model of 8 billion parameters do not
+fit in memory together, so each is measured alone. A row is first checked against training in one process, as in
 `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step after step, and its loss must fall. Gradients are
-clipped, and the learning rate depends on the model's width.
-`train_alone` runs on the ranks and measures; `TrainingSteps` asks the ranks and makes the record. The runner calls the
+clipped, and the learning rate depends on the model's width. MFU is model FLOP utilisation.
+
+`train_alone` runs on the ranks and measures; `TrainingSteps` calls it there, and makes the record. The runner calls the
 methods of `TrainingSteps`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it
 returns.
 
-To report something new: add it to what `train_alone` returns (`Alone`), to `findings_of`, and a Field to
+To report something new, measure it in `train_alone`, add it to `Alone` and `findings_of`, and declare a `Field` in
 `TrainingSteps.fields`.
 """
 
@@ -46,7 +47,7 @@ from lmsys.measure import memory, profile, sensors
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 
-KERNELS = {  # labels of the kinds of kernels that have a field each; the optimizer's kernels have one of their own
+KERNELS = {  # {kind of kernels with a field of its own: its label}; the optimizer's kernels have another field
     "matmul": "matmuls",
     "attention": "attention",
     "elementwise": "elementwise",
@@ -98,7 +99,7 @@ class Alone:
 
     levels    the model's setting `checkpoint_blocks`: what blocks keep for their backward
     most      fields of which a record has the largest value of any rank: first_step_s, with compiling and tuning;
-              held_bytes, weights and optimizer state before a step; total_bytes, the most that is live in a step
+              held_bytes, of weights and optimizer state before a step; total_bytes, the most that is live in a step
     samples   seconds of each timed step
     losses    loss of each timed step, the mean over ranks
     finite    True if no weight of this rank is NaN or inf after the timed steps
@@ -195,7 +196,7 @@ def why_wrong(ranks: list[Alone]) -> str | None:
 
 
 class TrainingSteps(bench_data_parallel.ParallelBenchmark):
-    """Each case is checked and then trains, with the GPUs to itself."""
+    """Checks each case, and then times its training steps; the case has the GPUs to itself."""
 
     name = "steps"
     layout = steps_layout.STEPS

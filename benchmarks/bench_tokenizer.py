@@ -1,8 +1,8 @@
 """Tokenizers: training and encoding, ours beside the packages of `lmsys.tokenizer.engines` that are installed.
 
-`tokenizer/rows.py` has the calls of each tokenizer; a new one is a class in engines.py and a row of TOKENIZERS. Every
-call gets a text that no call saw before: the lines of a corpus in another order. The runner calls the methods of
-`Tokenizers`: they override hooks of `lmsys.bench.Benchmark`, which says when each is called and what it returns.
+A row is a tokenizer; `tokenizer/rows.py` has its calls, and says how to add one. Every call gets a text that no call
+saw before: the lines of a corpus in another order. The runner calls the methods of `Tokenizers`: they override hooks of
+`lmsys.bench.Benchmark`, which says when each is called and what it returns.
 
 *The definition* is `lmsys.tokenizer.naive`: training and encoding as the algorithm is defined, slow and without tricks.
 """
@@ -54,14 +54,14 @@ class Texts:
     path       the file
     small      another file, of about SMALL_BYTES, which the definition can train on in a second
     tokenizer  trained on the first text; rows and the definition encode with it
-    partly     True: each text leaves out some lines of the first one; that is done for texts to train on
+    partly     True: each text leaves out some lines of the first one, as texts to train on do
     drawn      the text that was written last, with the right results for it
     """
 
     def __init__(self, path: Path, small: Path, tokenizer: Tokenizer, partly: bool):
         self.path, self.small, self.tokenizer = path, small, tokenizer
         self._lines = path.read_bytes().split(b"\n")
-        # One line of 16 is left out of texts to train on: so the counts of pre-tokens differ from text to text.
+        # One line of 16 is left out of texts to train on, so that the counts of pre-tokens differ from text to text.
         self._num_lines = len(self._lines) - (len(self._lines) // 16 if partly else 0)
         self.end_of_text = tokenizer.encode(END_OF_TEXT)[0]
 
@@ -158,7 +158,7 @@ peer = partial(registry.Entry, peer=True, extra="peers", supports=f"{ROWS}suppor
 class TokenizerTraits(registry.Traits):
     """Facts about a tokenizer's row.
 
-    processes  how many it works in, whatever the sweep says; 0: as many as the sweep says
+    processes  the number of processes that the row works in, whatever the sweep says; 0: as many as the sweep says
     """
 
     processes: int = 0
@@ -177,7 +177,7 @@ TOKENIZERS = registry.Table(
     traits=TokenizerTraits,
 )
 
-SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
+SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # a text, and a number of merges, that the definition learns in a second
 SMALLEST = 257  # the vocabulary without merges: 256 bytes and END_OF_TEXT
 # By task: the name of an element of its result.
 WHAT = {"train": "merge", "encode": "id"}

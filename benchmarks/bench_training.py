@@ -1,8 +1,9 @@
-"""Whole trainings on text, of attention rows with parallel strategies, each compared with one plain process.
+"""Times whole trainings on text, of attention rows with data-parallel strategies, and compares them with one process.
 
-All cases begin with the same weights and see the same tokens in the same order, so their losses must follow one curve.
-The reference is one process with naive attention that accumulates the batches of all ranks. A case is wrong as soon as
-its losses are too far from the reference's, or the norm of its first gradient is: `lmsys.testing` has the bounds.
+A row is an implementation; a case trains a model with one attention row by one strategy. All cases begin with the same
+weights and see the same tokens in the same order, so their losses must follow one curve. The reference is one process
+with naive attention that accumulates the gradients of all ranks' batches. A case is wrong as soon as its losses, or the
+norm of its first gradient, are too far from those of the reference: `lmsys.testing` has the bounds.
 
 `benchmarks/training/rank.py` holds the case and the functions that run on the ranks; this file calls them, epoch by
 epoch, and makes the record. The runner calls the methods of `Training`: they override hooks of `lmsys.bench.Benchmark`,
@@ -34,9 +35,8 @@ CURVE_POINTS = 100  # the most points of a curve that a record holds, beside the
 class Curve:
     """Results of a training: losses over the global batch and gradient norms by step, and the final held-out loss.
 
-    weights  kept in the reference alone, as all reproducible trainings with an attention row must end with the same
-             weights: {attention row: (sha256 of the weights after the last epoch of the training that ended first,
-             the `row` of that training)}
+    weights  {attention row: (sha256 of the weights, `TrainingCase.row`)} at the end of the first reproducible training
+             with this attention row: all later ones must end with the same weights. Kept in the reference alone
     """
 
     losses: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Curve:
     def fields(self, reference: "Curve", dtype: str) -> Record:
         """Fields of a record: evenly spaced losses and the last one, and how far they are from the reference's.
 
-        There are differences only for the first steps, as many as the reference has.
+        Only the first steps have such differences: as many steps as the reference has losses.
         """
         apart = [a - b for a, b in zip(self.losses[: testing.CURVE_STEPS], reference.losses, strict=False)]
         number = len(self.losses)
@@ -223,7 +223,7 @@ class Training(Benchmark):
         )
 
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
-        """Inspects a case, then trains it, holding each epoch to the reference, and compares the weights at the end."""
+        """Inspects a case, then trains it, judges each epoch by the reference, and compares the weights at the end."""
         run, measurement = partial(_on_ranks, case, trial.runner), trial.measurements[case.id]
         settings, dtype = trial.settings, models.DTYPES[case.precision]
         text = tokens_of(case.tokens, case.val_tokens, case.vocab_size)
@@ -262,7 +262,7 @@ class Training(Benchmark):
             }
 
     def _figures(self, case: TrainingCase, candidate: Candidate, trial: Any) -> str:
-        """How the case has ended, in a line."""
+        """A line for the terminal: how the case has ended."""
         samples = trial.measurements[case.id].samples
         if candidate.outcome != "ok" or not samples:
             return f"{candidate.outcome}: {candidate.reason or NOT_TIMED}"

@@ -16,28 +16,30 @@ list of steps, of which the last draws it. These draw in several layouts:
                                                           of the fields `lines`; a column for each value of `columns`,
                                                           by default the rows' names; in a cell the values of `inside`
     ["over_bases", keys, title]                           a listing of all metrics, with speedups over each baseline
-    ["bars", metrics, axis, by, word, head, about]        a plot of each metric: a group of bars for a value of `axis`
+    ["bars", metrics, axis, by, word, head, about]        a plot of each metric: a group of bars for each value of
+                                                          `axis`, and in it a bar for each value of `by`
     ["lines", metrics, axis]                              a plot of each metric against the axis
 
 `word` ends the name of the table's or plot's file, and `data` are the fields of its CSV. In lists of fields
 (`View.chosen`):
 
     "a?"  the field a, if it varies
-    "a!"  a, if any case has it
-    "a+"  a, if any case has more of it than 0
+    "a!"  a, if any case has a value of it
+    "a+"  a, if any case has a value of it other than 0 and empty
     "a|"  a, if no field was chosen before it
     "*"   all metrics that the list does not name
     "-a"  leaves a out of "*"
 
 Names in braces stand for values of the cases' fields. The texts of "only" and "where", and those under "of" in
 declarations of fields, are expressions of `lmsys.reports.expressions`. Change captions (`title`, `label`, `about`)
-freely; `python -m dev.layouts` gives stored results the new ones. A new section of a sweep gets its title in WORDS.
+freely. After a change of any layout, `python -m dev.layouts reports/results/*.json.gz` writes it into the committed
+results. A section is a grid of a sweep (`sweeps.py`); a new one gets its title in WORDS.
 """
 
 from typing import Any
 
 Layout = dict[str, Any]
-WORDS = {  # by field: the words that a report shows for values, in reading order
+WORDS = {  # by field: the words that a report shows for values, in the order in which tables list the values
     "section": {
         "corpus": "All of the text",
         "levels": "Steps by what blocks keep",
@@ -75,7 +77,7 @@ WORDS = {  # by field: the words that a report shows for values, in reading orde
         "optimizer": "Optimizer",
         "step": "Whole step",
     },
-    # Sizes are shown as they are: this sets their order alone.
+    # Sizes are shown as they are: this entry only sets their order.
     "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
 # Declarations for the step "fields": `way` says in names of files how blocks are compiled, `how` says so in headings.
@@ -88,8 +90,8 @@ COMPILED = [
         ' ", fused blocks as one CUDA graph" if compile == "fused" else f", blocks {compile}"',
     },
 ]
-# Steps that fill in two fields that older result files lack. Each names the field, the value that is filled in, and the
-# values that follow it in reading order.
+# Steps that fill in two fields that older result files lack. Each step names the field, the value that is filled in,
+# and the values that tables list after it.
 KEPT = [
     ["defaulted", "checkpoint", "none", ["matmuls", "attention", "whole"]],
     ["defaulted", "residual", "wide"],
@@ -111,7 +113,7 @@ LOSS: Layout = {
             "blocks": [
                 {
                     "of": [
-                        # Splits cases by the fields in braces: texts for file names, and for headings.
+                        # Splits cases by the fields in braces: a text for file names, and one for headings.
                         [
                             "cut",
                             "loss-{section}-{precision}-N{tokens}-M{d_model}",
@@ -119,7 +121,7 @@ LOSS: Layout = {
                         ]
                     ],
                     "lead": [
-                        # "shares": also peak memory as a share of each baseline's.
+                        # "shares": the table also has peak memory as a share of each baseline's.
                         ["over_bases", ["vocab_size", "impl"], "Time, speed and peak memory", {"shares": True}],
                         ["bars", ["time_s", "peak_bytes"], "vocab_size"],
                     ],
@@ -152,7 +154,7 @@ TOKENIZER: Layout = {
                     ],
                     "lead": [
                         # "same": a case is compared with the baseline's case of the same task. "otherwise": where no
-                        # baseline was timed, it is compared with a peer's, that is, somebody else's row.
+                        # baseline was timed, a case is compared with that of a peer, somebody else's row.
                         [
                             "over_bases",
                             ["task", "impl", "processes"],
@@ -231,7 +233,7 @@ PRECISION: Layout = {
     "words": WORDS,
     "prepare": [
         ["read_as", "impl", [["float32", "float32"], ["float16", "float16"], ["bfloat16", "bfloat16"]]],
-        ["unstyled"],  # no colours: these cases have dtypes in place of a table's rows, which have colours
+        ["unstyled"],  # no colours: the values of `impl` are dtypes here, and not rows of a table, which have colours
         ["named", "precision"],  # goes into file names
         ["ordered", "impl"],
     ],

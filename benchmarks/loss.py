@@ -1,8 +1,9 @@
 """Inputs of the head and loss, their exact answer at the full shape, and checks of calls that are timed.
 
-`benchmarks.bench_loss` calls this module; its table LOSSES has the implementations. The usual one is here, `unchunked`,
-and `benchmarks.loss_peers` has other people's. An implementation maps hidden states (N, M), a weight (V, M) and targets
-(N) to the mean loss; its answer is that loss and the gradients of hidden and weight. N tokens, V classes, M features.
+`benchmarks.bench_loss` calls this module, and lists the implementations in its table LOSSES. The usual one is
+`unchunked`, below; those of other people are in `benchmarks.loss_peers`. An implementation maps hidden states (N, M), a
+weight (V, M) and targets (N) to the mean loss. Its answer is that loss and the gradients of hidden and weight. N
+tokens, V classes, M features.
 
     before timing   `Inputs.check` compares a whole answer with `references`, which `Inputs.in_blocks` makes
     timed calls     `Inputs.keep` copies a part of the answer, `Inputs.judge` compares it with `sampled_answer`
@@ -12,9 +13,10 @@ and `benchmarks.loss_peers` has other people's. An implementation maps hidden st
 These tokens, and the classes whose gradients they add to, have a budget of their own, so that they do not widen the
 budget of all others.
 
-Of a timed call the loss and some rows of both gradients are judged. `slices_of` chooses them by a key that no
-implementation knows beforehand; some are rows of extreme tokens and their classes. A row of the gradient of hidden
-depends on all classes, and one of the weight's on all tokens. One row goes into the record, for `repeat`.
+Of a timed call the loss and some rows of both gradients are judged. `slices_of` chooses the rows by the call's key, a
+random number that is drawn after the call, so that no implementation can foresee them; some are rows of extreme tokens
+and their classes. A row of the gradient of hidden depends on all classes, and a row of the gradient of the weight on
+all tokens. One row goes into the record, for `repeat`. NUM_SLICES and SLICE_ROWS say how many rows are judged.
 """
 
 import base64
@@ -50,14 +52,14 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class Inputs:
-    """hidden (N, M) and weight (V, M), both leaves, and targets (N), which `LossDraws` fills.
+    """The inputs hidden (N, M) and weight (V, M), both leaves, and targets (N). `LossDraws` fills them.
 
     scale         gradients are of the loss times this: in fp16 small gradients would be 0 otherwise
     groups        (group of each token (N), group of each class (V)): 0 for ordinary tokens, and for classes to whose
                   gradient no extreme token adds. Each group of tokens or classes has a budget of its own
-    exact, plain  the answers of `references`, with the loss of each token: in float64, and by plain PyTorch in the
-                  precision that is tested; () until `bench_loss.py` sets them for `check` and `errors`. They are on
-                  the host, to leave the device to the implementation
+    exact, plain  the two answers of `references`, with the loss of each token: one in float64, one by plain PyTorch in
+                  the precision that is tested. () until `bench_loss.py` sets them for `check` and `errors`. They are on
+                  the host, to leave the device's memory to the implementation
     """
 
     def __init__(self, tokens: int, d_model: int, vocab_size: int, precision: str, device: str):
@@ -129,7 +131,7 @@ class Inputs:
         return torch.cat(losses).cpu(), torch.cat(d_hidden).cpu(), d_weight.cpu()
 
     def keep(self, answer: Answer, key: int | None) -> Any:
-        """The loss of a timed call, and the rows of both gradients that the key chooses; None without a key.
+        """Copies of a timed call's loss and of the rows of both gradients that the key chooses; None without a key.
 
         `check_plain` raises `Failed` for an output that is not a plain tensor of the right shape and dtype.
         """
@@ -160,7 +162,7 @@ class Inputs:
 
 
 class LossDraws(draws.Draws):
-    """Fills the inputs that all rows share, by a draw's number.
+    """Fills the inputs that all implementations share. A draw, a number, decides their values together with the seed.
 
     Logits are about standard normal, except those of extreme tokens.
 
@@ -191,7 +193,7 @@ def odd_inputs(
     targets[:] = torch.arange(tokens, device=device) * 31 % vocab_size  # all differ: 31 shares no factor with it
     for name, tensor, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
         tensor[:] = draws.values(draws.key(seed, name), 0, tensor.numel(), device).view(tensor.shape) * std
-    # Token i has kind i % 5. Of kind 4 the target has the lowest logit.
+    # Token i has kind i % 5. The target of a token of kind 4 has the lowest logit.
     write_head(weight, lowest=targets[4::5])
     for kind in range(5):
         write_kind(kind, hidden[kind::5])
@@ -209,7 +211,8 @@ def ratios(
 ) -> dict[str, float]:
     """The error over its budget of each output. `exact` and `plain` have the loss of each token, `answer` their mean.
 
-    groups  the group of each token's loss, and of each row of the two gradients; each group has its own budget
+    groups  three tensors: the group of each token's loss, and of each row of the two gradients. A group has a budget of
+            its own
     device  where outputs are compared, one after another to save memory; None: where `answer` is
     """
     result = {LOSS: mean_ratio(answer[0], exact[0], plain[0], groups[0])}
@@ -232,7 +235,7 @@ def std_of(weight: Tensor) -> float:
 
 
 NUM_SLICES, SLICE_ROWS = 4, 16  # of each gradient of a timed call, 4 slices of 16 rows are judged
-MOST_ELEMENTS = 2**25  # the largest weight or hidden states that `repeat` draws again, in seconds on a CPU
+MOST_ELEMENTS = 2**25  # the largest weight or hidden states that `repeat` draws again: they take seconds on a CPU
 
 
 def slices_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
@@ -262,8 +265,8 @@ def indices(slices: list[slice]) -> list[int]:
 def references(answer: Callable[..., Sequence[Tensor]]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """(the exact answer, in float64; the plain one, in the precision that is tested).
 
-    There are two usual formulas of the loss, and an implementation may use either. Each element of the plain answer is
-    that of the formula that errs more there.
+    There are two usual formulas of the loss, and an implementation may use either. Each element of the plain answer
+    comes from the formula that has the larger error in this element.
 
     answer  answer(exact, formula) computes an answer; without a formula it uses F.cross_entropy
     """
@@ -274,7 +277,7 @@ def references(answer: Callable[..., Sequence[Tensor]]) -> tuple[Sequence[Tensor
 def sampled_answer(
     inputs: Inputs, tokens: list[int], classes: list[int], exact: bool, formula: Formula = cross_entropy
 ) -> Answer:
-    """(the loss of each token (N), rows `tokens` of the gradient of hidden, rows `classes` of the weight's).
+    """(the loss of each token (N), rows `tokens` of the gradient of hidden, rows `classes` of the gradient of weight).
 
     They are computed by a formula, in float64 if `exact`, as in `Inputs.in_blocks`, but without the other rows.
     """
@@ -314,10 +317,10 @@ def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Reco
 
 
 def repeat(record: Record, call: Record) -> Iterator[str | int]:
-    """Judges a timed call of a record again, for which it draws the inputs and computes the answer again.
+    """Judges the recorded row of a timed call again: draws the inputs again, and computes the right gradient of hidden.
 
-    Yields, as `Benchmark.repeat`, a sentence for each thing that is wrong or cannot be computed. If the call was
-    judged, the number of judged elements comes last.
+    Yields, as `Benchmark.repeat`, a sentence for each thing that is wrong or cannot be computed. If the row was judged,
+    the number of its elements comes last.
     """
     evidence, size = call["part"], record["d_model"] * max(record["vocab_size"], record["tokens"])
     if set(call["error_ratios"]) != set(OUTPUTS):
@@ -338,7 +341,7 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
     error = (values.double() - exact[row]).abs().max().item()
     if not abs(error - evidence["error"]) <= ERROR_RTOL * max(error, evidence["error"]):
         yield f"its recorded values are off by {error:.4g} from what is right, and it says {evidence['error']:.4g}"
-    answer = exact.clone()  # all rows but the recorded one are right: it is judged by its group's budget
+    answer = exact.clone()  # all rows but the recorded one are right; the budget is that of its whole group
     answer[row] = values
     ratio = ratio_by_group(answer, exact, plain, ROUNDING[inputs.precision], inputs.groups[0])
     recorded = call["error_ratios"][D_HIDDEN]
@@ -350,7 +353,7 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
 def _inputs_of(record: Record, call: Record) -> Inputs:
     """The inputs of a timed call, drawn again on the CPU: the whole weight, but only the sampled tokens.
 
-    `scale` is that of the call times the share of these tokens in all, since the call's loss is the mean over all.
+    The call's loss is the mean over all tokens, so `scale` is that of the call times the share of the sampled tokens.
     """
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
     whole = Inputs(num_tokens, d_model, vocab_size, record["precision"], "cpu")

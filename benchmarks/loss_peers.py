@@ -21,7 +21,7 @@ from lmsys.model import linear
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own loss, in chunks of tokens. Autocast does not reach inside.
+    """torch's own loss, in chunks of tokens. Autocast does not reach inside, so inputs are cast before.
 
     torch 2.13 takes chunks of one or two tokens if the vocabulary is large and the features are few, such as 10,000 and
     64. On an AMD EPYC matrix products of such chunks sum over the vocabulary term by term. In float32 the gradient of
@@ -31,7 +31,7 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Liger-Kernel's loss, in chunks. `accum_dtype` makes it add the gradient of the weight in float32.
+    """Liger-Kernel's loss, in chunks. `accum_dtype` makes it add up the gradient of the weight in float32.
 
     Autocast would reach its matmuls, but would cast the whole weight twice for each chunk. So inputs are cast before.
     """
@@ -43,7 +43,7 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, impl: str = "cce") -> Tensor:
     """Apple's loss, which follows autocast.
 
-    impl  the package's name for how it adds gradients, and whether it leaves out small terms of these
+    impl  the package's name of a way to add up gradients, which also decides whether small terms are left out
     """
     return importlib.import_module("cut_cross_entropy").linear_cross_entropy(hidden, weight, targets, impl=impl)
 

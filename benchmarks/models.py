@@ -2,11 +2,13 @@
 
 A row is an implementation of attention, an entry of the table ATTENTION; benchmarks compare models that differ in it.
 The benchmarks of models, steps, anatomy, data parallelism and training share this file; the benchmark of losses takes
-its precisions and budgets. To add a way to run a model (a value of `--compile`), begin at `ModelCase`. To compare with
-somebody else's whole model, add it to MODEL_ROWS.
+its precisions and budgets. A new way to run a model is a value of the axis `compile` in `axes.py`; then extend COMPILED
+and the properties of `ModelCase` that read `compile`. To compare with somebody else's whole model, add it to
+MODEL_ROWS.
 
 A precision has the name that a user gives it on the command line. fp32 and tf32 keep float32 tensors and differ in
-their matmuls; bf16 is autocast, and fp16 is autocast with a scaled loss.
+their matmuls; bf16 is autocast, and fp16 is autocast with a scaled loss. A budget is the error that is allowed: errors
+of plain PyTorch in the same precision, against float64, determine it.
 """
 
 import copy
@@ -29,7 +31,7 @@ from lmsys.training.prepare import AUTOCAST, run_blocks
 
 # By precision: the dtype that matmuls read.
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# By precision: the dtype of the large matmul, measured on this machine, whose rate is 100 % in reports. None: it is not
+# By precision: the dtype of the large matmul whose rate, measured on this machine, is 100 % in reports. None: it is not
 # measured.
 MEASURED = DTYPES | {"tf32": None}
 # By precision: a dtype that rounds as its matmuls do. The mantissa of float16 is as long as that of TF32.
@@ -99,8 +101,8 @@ def ratio_by_group(
     reference  the same tensor in float64
     plain      the same tensor by plain PyTorch: its error, when it is rounded to `dtype`, makes the budget
     groups     a number for each line; 0 for ordinary lines
-    lines      if x holds some lines only: their numbers in `reference`, `plain` and `groups`; None: x holds all. The
-               budget of an extreme group comes from all its lines even then: in a single line, plain PyTorch may round
+    lines      the numbers, in `reference`, `plain` and `groups`, of the lines that x holds; None: x holds all. The
+               budget of an extreme group always comes from all its lines: in a single line, plain PyTorch may round
                well or badly by chance
     times      how many times plain PyTorch's error, in root mean square, is allowed; for parts of a result it is
                SPOT_TIMES of `lmsys.testing`
@@ -150,8 +152,8 @@ def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Re
     dtype    the dtype of the tensors, or the name of a precision
     machine  the record of this run's machine, which has the rates of the large matmul
 
-    The "ceiling" is the rate of a matmul that ran for a moment; "sustained" is the rate of one that ran until the GPU's
-    clocks had settled. A share is None if this rate was not measured.
+    In names of fields, "ceiling" is the rate of a matmul that ran for a moment, and "sustained" that of one that ran
+    until the GPU's clocks had settled. A share is None if this rate was not measured.
     """
     reached = machine["ceilings"]["matmul_flops_per_s"].get(MEASURED.get(dtype, dtype))
     sustained = (machine.get("sustained") or {}).get("matmul_flops_per_s", {}).get(MEASURED.get(dtype, dtype))
@@ -171,10 +173,10 @@ def model_rates(flops: float, time_s: float, precision: str, machine: Record) ->
 COMPILED = ("compiled", "graphed")  # values of `ModelCase.compile` that need torch.compile
 
 
-# Checks before timing run a model of so many blocks: all that one compiled graph holds. All graphs share their code.
+# Checks before timing run a model of so many blocks, as many as one compiled graph holds: all graphs share their code.
 NUM_BLOCKS = BLOCKS_PER_GRAPH
 # Naive attention, the reference, may hold so many scores (batch x heads x queries x keys) in one block: 2 GiB in
-# float64. Checks and references take smaller batches to stay below.
+# float64. Checks and references take smaller batches where there would be more.
 MAX_SCORES = 2**28
 # The learning rate times d_model: the rate that suits Adam falls as 1 / width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
@@ -337,7 +339,7 @@ class ModelCase(Case):
 class TrainedCase(ModelCase):
     """A model that a data-parallel strategy, the `entry`, trains on ranks, each with a batch of its own.
 
-    It is the base of the cases of the benchmarks of data parallelism, steps and training.
+    This is the base of the cases of the benchmarks of data parallelism, steps and training.
     """
 
     @property

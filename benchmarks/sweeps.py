@@ -1,13 +1,15 @@
-"""The sizes that benchmarks run: named sweeps, and no sizes are listed elsewhere. Plain data.
+"""The sizes that benchmarks run, as named sweeps. No other file lists sizes. Plain data.
 
 `conftest.py` at the root hands SWEEPS, {name: {device: sweep}}, to the pytest plugin of `lmsys.bench`, which makes the
 cases; `pytest --sweep NAME` picks one. To add sizes, write a grid and name it in SWEEPS or in FULL, which is the part
-of the sweep "full" that CPUs and GPUs share.
+of the sweep "full" that CPUs and GPUs share. A new name of a grid also gets a title in WORDS of `layouts.py`, and a
+place in docs/options.md. After a change of the sweep "default" for a CPU, `python -m dev.durations` makes
+`durations_cpu.json` again from a result of `nox -s bench`.
 
-A sweep has grids for each benchmark. A grid is one table or figure of the report, and its name is part of the test
-id, so `-k tokens16k` selects it. Its cases are all combinations of the values of its axes; an axis given on the command
-line replaces the grid's own values. `axes.py` says what each axis means; an axis that a grid leaves out has the default
-of `axes.py` or of the benchmark. `grid.but(...)` is a copy with other values or another name.
+A sweep has grids for each benchmark. A grid is one section of the report, and its name is part of the test id, so
+`-k tokens16k` selects it. Its cases are all combinations of the values of its axes; an axis given on the command line
+replaces the grid's own values. `axes.py` says what each axis means; an axis that a grid leaves out has the default of
+the benchmark or of `axes.py`. `grid.but(...)` is a copy with other values or another name.
 """
 
 import json
@@ -21,7 +23,8 @@ from lmsys.bench import Grid, Sweep
 ANATOMY_MODES = ("forward", "step")  # what `bench_anatomy.py` divides into its parts: an inference and a training step
 POWERS = tuple(2**n for n in range(7, 17))  # lengths: 128 ... 65536
 BOTH = (True, False)  # values of an axis that is yes or no
-# Attention rows: those that torch.compile makes, those that large sizes leave out, and those of the grid "flash".
+# Rows (implementations) of attention: those that torch.compile makes, those that large sizes leave out since they are
+# slow, and those of the grid "flash".
 COMPILED_ROWS = ("naive_compiled", "flex")
 SLOW_ROWS = ("naive", "naive_compiled", "vectorized", "sdpa_math", "flash_torch", "flash_triton_torch_bwd")
 FLASH_ROWS = ("naive", "flash_triton_torch_bwd", "flash_triton")
@@ -172,8 +175,9 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
 
 
 # The language model. attention: the rows to compare; "auto" is the fastest row that can run the case, "llama" is
-# Hugging Face's whole model as it comes, "llama_tuned" the same model as an expert runs it. warmup: the number of
-# untimed steps before ten timed ones; each case of the grid "warmup" has a process of its own.
+# Hugging Face's whole model as it comes, "llama_tuned" the same model as an expert runs it. against: a row; if the
+# command line leaves it out, the grid has no cases. warmup: the number of untimed steps before ten timed ones; each
+# case of the grid "warmup" has a process of its own.
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
 MODEL_FULL = (
     Grid("sizes", size=MODEL_SIZES, context=(128, 256, 512, 1024), precision=("fp32", "bf16")),
@@ -535,9 +539,10 @@ SWEEPS = {
 
 
 def without_bfloat16(sweep: Sweep) -> Sweep:
-    """The sweep for a GPU without bfloat16, which takes float16, or fp32 in benchmarks that do not scale the loss.
+    """A copy of the sweep for a GPU without bfloat16: float16 takes its place.
 
-    `conftest.py` calls it for GPUs of compute capability below 8.0.
+    The precision fp16 needs a scaled loss, so fp32 takes the place of bf16 in benchmarks that do not scale the loss.
+    `conftest.py` calls this for GPUs of compute capability below 8.0.
     """
     grids = dict[str, tuple[Grid, ...]]()
     for benchmark, given in sweep.grids.items():
@@ -547,7 +552,7 @@ def without_bfloat16(sweep: Sweep) -> Sweep:
 
 
 def _exchanged(grid: Grid, taken: dict[str, str]) -> Grid:
-    """The grid with dtypes and precisions replaced by `taken`, {name: other name}.
+    """The grid with other dtypes and precisions, by `taken`, {name: other name}.
 
     A grid without precisions has the default of `axes.py`, bf16.
     """

@@ -1,4 +1,7 @@
-"""`python -m reports [RESULT.json ...] [-o DIR]`: without files it reports results/*.json.gz into reports/site."""
+"""`python -m reports` is `lmsys report` for the committed runs, and takes the same options.
+
+By default it reads reports/results/*.json.gz, and writes the report into reports/site.
+"""
 
 import sys
 from pathlib import Path

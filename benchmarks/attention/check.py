@@ -1,8 +1,8 @@
-"""Checks of attention rows (implementations): of whole calls before timing, and of parts of timed calls.
+"""Checks attention rows (implementations): whole calls before timing, and parts of timed calls.
 
-`benchmarks.bench_attention` calls them. A result is right if its error is at most its budget, the error that
-`lmsys.testing.Oracle` allows. Before timing, `check_float32`, `Gate` and `check_small` judge a row. In `Gate` a row
-fails that returns a cached answer, changes its inputs, or leaves work on a stream that nobody waits for.
+`benchmarks.bench_attention` calls these checks. A result is right if its error is at most its budget, the error that
+`lmsys.testing.Oracle` allows. Before timing, `check_float32`, `Gate` and `check_small` judge a row. A `Gate` also fails
+a row that returns a cached answer, changes its inputs, or leaves work on a stream that nobody waits for.
 
 A *unit* is one pair (batch entry, key head), with the query heads that share this key head. A *spot* is the part of a
 timed call's results that is judged: of a forward some query rows of one unit; of a backward a whole unit, since each
@@ -11,8 +11,8 @@ that is drawn after the call, chooses them, so no implementation can foresee the
 into the record, so that `repeat`, for `lmsys verify`, can judge it again on a machine without a GPU.
 
 A *draw* is a number that decides, with the run's seed, the inputs of a call. In some draws one unit has extreme inputs
-(`lmsys.extremes.attention`): then one spot is of this unit, with a budget that allows for them. The constants above
-`Spots` set how much is checked.
+(`lmsys.extremes.attention`): then one spot is of this unit, with a budget that allows for them. To change how much is
+checked, edit the constants above `Spots`.
 """
 
 import base64
@@ -43,7 +43,7 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
     A candidate that was judged here has the state HAS_FLOAT32: later checks in its own dtype then leave out the
     root-mean-square rule, which is for rows without a float32 form (`lmsys.testing`).
 
-    case  the candidates' shape in float32, with gradients if any candidate needs them
+    case  the candidates' case in float32, with gradients if any candidate needs them
     """
     able = [row for row in candidates if row.entry.why_not(replace(case, grad=row.case.asked.grad)) is None]
     if not able:
@@ -65,9 +65,9 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     row from a user's file gets all of them. A row of the table gets only the extreme scores, because kernels compile
     for minutes; `lmsys check --all` runs the other cases, too.
 
-    A row is checked once for each dtype, head dimension and direction. It is not checked if it would compile anew for
-    these cases, if Triton's interpreter runs it (such a row is never timed), or if its case has options such as
-    windows. A row may refuse a case by raising an exception.
+    A row is checked once for each dtype, head dimension and direction. A row is not checked if it would compile anew
+    for these cases, if Triton's interpreter runs it (such a row is never timed), or if its case has options such as
+    windows. A row may refuse a small case by raising an exception.
     """
     for candidate in candidates:
         is_slow = candidate.interpreted or Traits.of(candidate.entry).compiles
@@ -94,7 +94,7 @@ def _answer(entry: Entry, options: question.Options) -> kinds.Answer:
 
 
 class Gate:
-    """The inputs of one case, a copy of these, and the case's oracle; `check` judges one candidate after another.
+    """The inputs of one case, a copy of them, and the case's oracle; `check` judges one candidate after another.
 
     `check_float32` makes a gate whose case is in float32, for candidates whose own dtype is another.
     """
@@ -184,7 +184,7 @@ class Gate:
 
 NUM_KEPT = 8  # timed calls of a row that are checked
 NUM_SPOTS, SPOT_ROWS = 2, 16  # spots of a forward, and query rows of each
-NUM_HEADS, SPOT_SCORES = 2, 2**27  # units of a backward that are checked: fewer, at least 1, if they have more scores
+NUM_HEADS, SPOT_SCORES = 2, 2**27  # most units of a backward that are checked, and most scores of them if several
 GRADIENTS = ("dq", "dk", "dv")
 # By output: the input whose shape and dtype it must have.
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
@@ -259,7 +259,7 @@ def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None
 
 
 def _evidence(name: str, part: torch.Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
-    """A record's evidence: one row of a spot's tensor, its largest error, and the tensor's budget.
+    """Evidence for a record: one row of a spot's tensor, the row's largest error, and the tensor's budget.
 
     "at" says which row: the number of the head within the unit, and that of the row within the spot. "values" are the
     row's bytes, in base64.
@@ -286,7 +286,8 @@ def repeat(
     call          the evidence of the call: its draw, its key, its error ratios, and its `parts`, as of `_evidence`
     make_pattern  makes the case's pattern; called only for sizes that are small enough
 
-    Yields sentences on what is wrong or too large to be made again, and how many elements of a part were judged.
+    Yields a sentence for each thing that is wrong or too large to be made again, and for each judged part the number of
+    its elements.
     """
     size = max(case.batch, case.heads // case.kv_heads * case.queries, case.keys) * case.head_dim
     if size > MOST_ELEMENTS:
@@ -326,7 +327,7 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
     if not abs(error - part["error"]) <= ERROR_RTOL * oracle.budget[name]:
         yield f"{name}: its recorded values are off by {error:.4g} from the oracle, and it says {part['error']:.4g}"
     budget = oracle.budget[name]
-    if not 0 < part["budget"] <= budget * MOST_BUDGET:  # a smaller one only makes ratios larger
+    if not 0 < part["budget"] <= budget * MOST_BUDGET:  # a budget that is too small only makes ratios larger
         yield f"{name}: its budget should be at most about {budget:.3g}, and it says {part['budget']:.3g}"
     elif error > budget * (1 + BUDGET_RTOL):  # a larger budget must not excuse an error that is too large here
         yield f"{name}: its error {error:.3g} is more than its budget should be, about {budget:.3g}"

@@ -1,10 +1,11 @@
 """The layout of the report on attention: for each section the tables and plots of each dtype, mask and direction.
 
 `bench_attention.py` declares ATTENTION as its `layout`; result files carry it, and `lmsys report` draws it. It is plain
-data: a table or plot is changed or added in its "lead" and "more". `lmsys/reports/layout.py` explains these keys, and
-`benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "D?". One step more draws here:
-["heat_map", fields], a plot of speedups with a column for each combination of the fields' values. A section is a grid
-of `benchmarks/sweeps.py`; one that no expression here names is drawn in one way, for each dtype, mask and direction.
+data: to change or add a table or plot, edit its "lead" and "more"; then `python -m dev.layouts` writes it into the
+committed results. `lmsys/reports/layout.py` explains these keys, and `benchmarks/layouts.py` the steps, `word` and the
+signs in lists of fields, such as "D?". One more step draws here: ["heat_map", fields], a plot of speedups with a line
+for each row (implementation) and a column for each combination of the fields' values. A section is a grid of
+`benchmarks/sweeps.py`. Sections that no expression here names are all drawn alike, for each dtype, mask and direction.
 """
 
 from typing import Any
@@ -13,11 +14,13 @@ from benchmarks.layouts import LIMIT, WORDS, Layout
 
 # Fields of a record that make a shape.
 SHAPE = ["head_dim", "queries", "keys", "heads", "kv_heads", "batch"]
-# Two steps: captions end in the products B·S and H·D where these are constant; cases get speedups over the baseline.
+# Two steps: the first ends captions in the products B·S and H·D where these are constant; the second adds speedups over
+# the baseline.
 COMPARED = [["products", [["B", "S"], ["H", "D"]]], ["over"]]
-# Fields of the first columns of a table; "prepare" adds most of them.
+# Fields of the first columns of a table; "prepare", below, makes most of them from the fields of records.
 ATTENTION_KEYS = ["causal?", "D?", "S?", "S|", "visible!"]
-# A step: a plot for each value of D, if D varies, and of each axis that tells cases apart, except S, row and mask.
+# A step: a plot for each value of D, if D varies, and of each other axis that is needed to tell cases apart besides S,
+# row and mask.
 FACETS = ["facets", ["D?"], ["S", "impl", "causal"]]
 # An expression: true for the cases that get tables over many head dimensions. A cell there has the values of several
 # rows, as a / b / c.
@@ -131,7 +134,7 @@ ATTENTION: Layout = {
                                 ["pivot", ["saved_bytes"], ["D"], "S", "impl", "saved-by-dim"],
                             ],
                             ["pivot", ["time_s", "speedup"], ATTENTION_KEYS],
-                            # Of these two, only the first that has anything to draw.
+                            # Draws the first of these two lists of steps that has anything to draw.
                             [
                                 "either",
                                 [

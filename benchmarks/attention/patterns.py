@@ -1,8 +1,9 @@
 """Attention patterns of benchmark cases: which keys each query sees, by windows, packed documents and cache lengths.
 
 `benchmarks.bench_attention` uses this file. `make` makes a case's pattern from plain values, `visible` counts the pairs
-of a query and a key that it sees, `made_before_calls` times the making of masks, and `name_of` names cases. A new
-option is a name in OPTIONS, a parameter of `make`, and a field of `bench_attention.AttentionTest` with its `Axis`.
+of a query and a key that the query sees, `made_before_calls` times the making of masks, and `name_of` names cases. A
+new option is a name in OPTIONS, a parameter of `make`, and a field of `bench_attention.AttentionTest` with its `Axis`;
+`name_of` may give it a shorter form in ids.
 
 Documents that share a sequence have one of two kinds of lengths. `equal16`: 16 documents (or any other number) of one
 length. `mixed`: many short and a few long ones. Their lengths are lognormal: the median is a 64th of the sequence (256
@@ -71,7 +72,7 @@ def make(
         lengths = torch.tensor([chance.randint(1, keys) for _ in range(batch)], dtype=torch.int32, device=device)
     return Pattern(
         causal=causal, window=window, offset=offset, documents=packed, key_lengths=lengths, softcap=softcap
-    ).simplest(queries, keys)  # without options that hide nothing at these lengths
+    ).simplest(queries, keys)  # drops options that hide nothing at these lengths
 
 
 def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float, float]:
@@ -81,7 +82,7 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
 
     ValueError for sizes that no run has: a forged result file may name them, and they would take all memory.
     """
-    # 2**26 positions take some GiB.
+    # So many positions take some GiB.
     values.hold((batch * max(queries, keys) <= 2**26, f"{batch} x {queries} x {keys} is too large for a pattern"))
     bounds = make(batch, queries, keys, "cpu", **options).bounds(queries, keys, torch.device("cpu"))
     pairs, seen_by = ((interval.end - interval.first).clamp(min=0).long() for interval in (bounds, bounds.of_keys))
@@ -91,7 +92,7 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
 def made_before_calls(
     entry: registry.Entry, pattern: Pattern, queries: int, keys: int, device: str
 ) -> dict[str, float | None]:
-    """The seconds to make what a row reads beside q, k and v, by field of the record: `documents_s` and `mask_s`.
+    """Seconds to make the documents and the mask that a row reads besides q, k and v, by field of the record.
 
     documents_s  to make `Documents` with their `cu_seqlens`; left out without documents
     mask_s       to make the row's mask from the window and the documents, by the function that its trait `mask` names;
@@ -108,7 +109,7 @@ def made_before_calls(
 
 
 def _seconds(make: Callable[[], Any], device: str) -> float:
-    """The median seconds of three calls, each until the device has finished; a first call does not count."""
+    """The median seconds of three calls, each until the device has finished, after a call that does not count."""
     made = partial(clock.in_turn, make, partial(clock.synchronize, device))
     return median(clock.timed(clock.CpuClock(), made, 4)[1:])
 

@@ -1,18 +1,17 @@
 """The cases of data parallelism: how the strategy of each is built, and how the weights of two rows are compared.
 
 `bench_data_parallel.py`, `bench_steps.py`, `dev/steps.py`, `dev/earlier/steps.py` and the modules of this folder use
-it. Nothing here communicates between ranks. A *row* is a strategy with its options. The rows of a *turn* are timed
-together, one *pass* after another. A pass is a series of steps; all rows with as many ranks take it from the same
-weights on the same batches. After a pass each rank keeps *slices*: a few rows of each weight matrix, and whole vectors
-(`passes.keep`).
+this file. Nothing here communicates between ranks. A *row* is a strategy with its options. The rows of a *turn* are
+timed together, one *pass* after another. A pass is a series of steps; all rows on the same number of ranks take it from
+the same weights on the same batches. After a pass each rank keeps *slices*: a few rows of each weight matrix, and whole
+vectors (`passes.keep`).
 
 After a pass, `pairs` of rows are compared. If both add the same numbers in the same order (`ParallelCase.same_bits`),
 their weights must have the same bits. Else each row must agree with exact steps within a budget. *Plain steps* are the
 same training without the strategy, and *exact steps* are plain steps on weights in float64. The budget, the error that
-is allowed, comes from the error of plain steps (`passes.judge_pass`). A pair whose bits are equal agrees, whatever was
-expected.
+is allowed, comes from the error of plain steps (`passes.judge_pass`). A pair with equal bits agrees in any case.
 
-The second half of the file, from `Inspection` on, turns what was measured of a row into fields of its record; in it,
+The second half of the file, from `Inspection` on, turns measurements of a row into fields of its record; there,
 `why_not` says why a case cannot run. A new field is declared in `bench_data_parallel.py` and computed here. A new
 option of strategies is an attribute of `ParallelCase`, a value in `options`, a part of the name `impl`, and an axis.
 The axis is an `Axis` in `benchmarks/axes.py`; it is named in `DataParallel.axes`, has a field in `DataParallel.fields`,
@@ -36,7 +35,8 @@ from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
 from lmsys.training.prepare import AUTOCAST
 
-# Options of strategies that name a dtype: that in which gradients are sent, and that in which parameters are gathered.
+# Options of strategies that name a dtype: the one in which gradients are sent, and the one in which parameters are
+# gathered.
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # the name of one of NARROW, and the dtype it has
 # By value of the axis `model` of `bench_steps.py`: the row of the whole model that is trained; None: ours.
@@ -52,7 +52,7 @@ class ParallelCase(TrainedCase):
     asked_bucket_mb    MiB, "auto", "all" for one bucket, or None: the strategy has no buckets, or a size of its own
     comm_dtype         the dtype in which gradients are sent; float32 stands for their own dtype
     sharded_optimizer  a `ShardedOptimizer` steps the parameters
-    optimizer          adamw; or muon, for the matrices of blocks
+    optimizer          adamw; or muon, which steps the matrices of blocks, while AdamW steps all else
     """
 
     world_size: int
@@ -115,11 +115,11 @@ class ParallelCase(TrainedCase):
     def same_bits(self, other: "ParallelCase") -> bool:
         """True if steps of both add the same numbers in the same order, so that no bit of the weights may differ.
 
-        That holds only on a CPU, in eager mode, for one precision, one residual stream and one number of ranks. There
-        the level of checkpointing changes no number. Nor does the strategy if both have the trait `halves_sums` (the
-        mean over two ranks is half of their sum), in fp32 on at most two ranks: two numbers have the same sum in either
-        order, as long as none is rounded before. With Muon strategies may differ: its matrices are orthogonalized in
-        batches, which may round otherwise where a rank owns fewer.
+        This holds only on a CPU, in eager mode, for one precision, one residual stream and one number of ranks. There
+        the level of checkpointing changes no number. The strategy changes none, either, if both have the trait
+        `halves_sums` (the mean over two ranks is half of their sum), in fp32 on at most two ranks: two numbers have the
+        same sum in either order, as long as none is rounded before. With Muon, strategies may differ: it orthogonalizes
+        matrices in batches, which may round otherwise if a rank owns fewer matrices.
         """
         settings = [(*case.trained, case.precision, case.device, case.compile, case.residual) for case in (self, other)]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
@@ -164,7 +164,7 @@ class StepsCase(ParallelCase):
         }
 
 
-# The answers of `agreement`; records have them, and the report tells BITS and UNKNOWN in other words.
+# The answers of `agreement`, as records have them; the report has other words for BITS and UNKNOWN.
 BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
 
 
@@ -184,7 +184,8 @@ class Steps:
 def agreement(first: Steps, second: Steps) -> tuple[str, str]:
     """(how the weights of two rows agree: BITS, TOLERANCE, WRONG or UNKNOWN; the reason of the last two, else "").
 
-    The answer is WRONG where bits that must be equal differ, and where they may differ and an error is over its budget.
+    The answer is WRONG if bits differ that must be equal. It is also WRONG if they may differ, and an error is over its
+    budget.
     """
     if first.bits == second.bits:
         return BITS, ""
@@ -202,7 +203,7 @@ def agreement(first: Steps, second: Steps) -> tuple[str, str]:
 def pairs(versions: Iterable[Steps]) -> list[tuple[Steps, Steps]]:
     """All pairs of rows that train one model on the same batches by one optimizer.
 
-    On another number of ranks they would have other batches.
+    Rows on different numbers of ranks are no pair, since they have different batches.
     """
     groups = fields.grouped(((*steps.case.trained, steps.case.optimizer), steps) for steps in versions)
     return [pair for alike in groups.values() for pair in combinations(alike, 2)]
@@ -232,7 +233,7 @@ class Inspection:
 
 @dataclass
 class Row:
-    """Measurements of a case after checks and tuning; `Candidate.state` is this.
+    """Measurements of a case after checks and tuning. It is the `state` of the case's `Candidate`.
 
     case    the case; if the strategy tunes its bucket size, with the fastest one
     seen    an `Inspection` for each rank
@@ -293,8 +294,8 @@ def why_not(case: ParallelCase) -> str | None:
 def communication(row: Row, rows: Sequence[Row]) -> Record:
     """Fields about the cost of synchronizing: the time that it adds to a step, and how long it takes.
 
-    The added time is measured against the same step without synchronization, or against the row that has none.
-    `rows` are all rows of the turn, the row among them.
+    The added time is measured against the same step without synchronization, or against a row that never synchronizes.
+    `rows` are all rows of the turn, and contain the row.
     """
     case, time_s, seen = row.case, statistics.median(row.samples), row.seen[0]  # `seen`: of rank 0
     record: Record = {

@@ -3,17 +3,18 @@
 `bench_data_parallel.py` calls both checks: `gate` on the ranks, and `judge_by_trials` in its own process.
 `bench_steps.py` calls `gate` alone. A *row* is a strategy with its options.
 
-`gate` compares the movement of each parameter in three steps of SGD with momentum. The reference is one process in
-float64 on the whole batch, and the budget is the error of the same steps in float32, by `lmsys.testing.ratio_of`. The
-model has the widths of the case and few blocks. A row that communicates or computes in a narrower dtype is first
-checked without that dtype, and then with it: then the float32 steps round gradients, or parameters, to the dtype, too.
+`gate` compares how far three steps of SGD with momentum move each parameter. The reference is one process in float64 on
+the whole batch. The budget, the error that is allowed, comes from the error of the same steps in float32
+(`lmsys.testing.ratio_of`). The model has the widths of the case and few blocks. A row that communicates or computes in
+a narrower dtype is first checked without that dtype, and then with it. In the second check the float32 steps of the
+budget also round gradients, or parameters, to that dtype.
 
 `judge_by_trials` runs small trainings of `lmsys check` on the ranks. A row that passed the gate runs the extreme ones:
-smaller batches and unused parameters on one rank, gradients from 1e-20 to 1e+10. It is wrong if it ends with wrong
+smaller batches and unused parameters on one rank, gradients from 1e-20 to 1e+10. The row is wrong if it ends with wrong
 weights. If it raises an exception, or its ranks call different collectives, its user sees that, so its times stand. A
 row that failed at the gate runs all small trainings, to find the name of its mistake.
 
-The size of the gate's training is set by the constants below. A new small training is one of `lmsys.extremes.strategy`.
+The constants below set the size of the gate's training. A new small training goes into `lmsys.extremes.strategy`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ State = dict[str, torch.Tensor]  # {name of a parameter: its value}
 
 @ranks.on_part
 def gate(case: ParallelCase, seed: int) -> dict[str, float]:
-    """{parameter: its error over its budget, on the rank where that is worst}, the same on every rank."""
+    """{parameter: its error over its budget, on the worst rank}; every rank returns the same numbers."""
     wide = {name: value for name, value in case.options.items() if name not in NARROW}
     asked = [(wide, None)] + ([(case.options, case.narrow)] if case.narrow else [])
     with compiler_of(case), matmuls("fp32"):
@@ -71,7 +72,7 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     )
     alone = partial(_alone, config, case.world_size, seed)
     config = replace(config, checkpoint_blocks=blocks_of(case, layers), residual=case.residual)
-    # Positional, as `_alone` is cached by its arguments: narrow, dtype, steps.
+    # `_alone` is cached, so its last arguments, narrow, dtype and steps, are always given by position.
     start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
     state, dtype = _trained(case, config, options, seed), narrow[1] if narrow else torch.float32
     ratios = {}
@@ -86,7 +87,7 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
 
 
 def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]:
-    """Yields the global batch of each step; its sequences are in the order of the ranks."""
+    """Yields the global batch of each step. A batch has the sequences of rank 0 first, then those of rank 1, ..."""
     return (Batch.draw(config, BATCH * world_size, str(device()), seed + step) for step in range(STEPS))
 
 
@@ -108,7 +109,7 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
     state = {name.removeprefix("module."): x.detach().clone() for name, x in strategy.full_state_dict().items()}
     if case.whole_model is None:
         return state
-    # `as_ours` takes and gives names of the model; the names of `state` are those of the loss around it.
+    # Names in `state` begin with "model.", since a loss holds the model; names that `as_ours` takes and returns do not.
     theirs = {name.removeprefix("model."): x for name, x in state.items()}
     return {f"model.{name}": x for name, x in model.as_ours(theirs).items()}
 
@@ -117,7 +118,7 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
 def _alone(
     config: ModelConfig, world_size: int, seed: int, narrow: Narrow, dtype: torch.dtype, steps: int = STEPS
 ) -> State:
-    """The parameters after so many steps of one process in `dtype`, which rounds as `narrow` says."""
+    """The parameters after so many steps of one process in `dtype`, with the rounding of `narrow` (see `_ratios`)."""
     module = Loss(build(config, str(device()), seed)).to(dtype)
     optimizer = torch.optim.SGD(module.parameters(), **SGD)
     for data in islice(_batches(config, world_size, seed), steps):
@@ -133,7 +134,7 @@ def _alone(
 def _rounded_backward(module: torch.nn.Module, data: Batch, world_size: int, kind: str, dtype: torch.dtype) -> None:
     """Sets gradients to the mean over ranks, computed rank by rank.
 
-    kind  "compute_dtype": parameters are rounded to `dtype`; "comm_dtype": each rank's gradients are
+    kind  what is rounded to `dtype`: for "compute_dtype" the parameters, for "comm_dtype" each rank's gradients
     """
     named = dict(module.named_parameters())
     total: list[torch.Tensor] = []
@@ -155,7 +156,7 @@ _ASKED: set[Any] = set()  # (target, options, world size, backend) of each row t
 
 @ranks.on_part
 def small_training(case: ParallelCase, trial: Trial, number: int) -> trained.Result:
-    """On a rank: the result of the trial. number: identifies this training among all, and is the same on all ranks."""
+    """On a rank: the result of the trial. number: identifies this training; it is the same on all ranks."""
     return trained.train(case.entry, trial, number, _options(case), ranks.subgroup(case.world_size))
 
 
@@ -181,7 +182,7 @@ def judge_by_trials(candidate: Candidate, ask_ranks: Callable[..., Sequence[Any]
         failure = strategy.blamed(results)
         if failure is not None and failure.kind == processes.DIED:
             return
-        # None for a right row that has raised an exception: see the module's docstring.
+        # A row that passed the gate, and raised an exception here, is not wrong: see the module's docstring.
         wrong = None if right and failure is not None else strategy.fault(ask, trial, results)
         if wrong is None:
             continue

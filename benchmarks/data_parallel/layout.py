@@ -1,8 +1,9 @@
 """The layout of the report on data parallelism: step times, cost of communication, memory, ours beside torch's.
 
 `bench_data_parallel.py` declares DATA_PARALLEL as its `layout`; result files carry it, and `lmsys report` draws it. It
-is plain data: a table or plot is changed or added in its "lead" and "more". `lmsys/reports/layout.py` explains these
-keys, and `benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "peak_bytes!".
+is plain data: to change or add a table or plot, edit its "lead" and "more"; then `python -m dev.layouts` writes it into
+the committed results. `lmsys/reports/layout.py` explains these keys, and `benchmarks/layouts.py` the steps, `word` and
+the signs in lists of fields, such as "peak_bytes!". A *row* is a strategy with its options.
 """
 
 from benchmarks.layouts import COMPILED, KEPT, LIMIT, WORDS, Layout
@@ -48,8 +49,8 @@ DATA_PARALLEL: Layout = {
         ["defaulted", "optimizer", "adamw"],  # older files lack this axis, too
         # Refuses cases in which a field of the first list is not a number, or a field of the second is not a text.
         ["checked", ["context", "batch", "world_size"], ["section", "size", "precision", "strategy"]],
-        # Adds `strategy_all_reduce_model`. Where that trait is False, the times of an all-reduce predict nothing; older
-        # files have predictions of such rows, too, which the next step drops.
+        # Adds `strategy_all_reduce_model`, a trait of the strategy. If it is False, the times of an all-reduce predict
+        # nothing for its rows; older files have predictions for such rows, too, which the next step drops.
         ["traits", "strategy", "all_reduce_model"],
         [
             "computed",
@@ -90,9 +91,10 @@ DATA_PARALLEL: Layout = {
                                 'not sharded_optimizer and comm_dtype in (None, "float32") and world_size > 1 and'
                                 ' optimizer != "muon"',
                             ],
-                            # A table of the speed of each of our strategies over those that its trait `rivals` names,
-                            # torch's or `naive`: a line for each combination of values of the first list. The second
-                            # list has the beginning and the end of a line's name; then come `word` and the title.
+                            # A table of the speed of each of our strategies over those that its trait `rivals` names:
+                            # strategies of torch, or `naive`. It has a line for each combination of values of the first
+                            # list. The second list has the beginning and the end of a line's name; then come `word` and
+                            # the title.
                             [
                                 "rivals",
                                 [

@@ -1,22 +1,23 @@
 """Checks that a strategy's timed training steps end at the right weights. Runs on the ranks.
 
 A *row* is a strategy with its options. A *pass* is one series of steps, untimed ones first. All rows of a comparison
-take it from the same weights on the same batches. After it `rank.py` gives the weights to `keep`, which keeps *slices*:
-a few rows of each matrix, and whole vectors. `bench_data_parallel.py` then calls `judge_pass` on the ranks. It compares
-how far three runs move the slices from the weights of the beginning:
+take a pass from the same weights on the same batches. After a pass, `rank.py` gives the weights to `keep`, which keeps
+*slices*: a few rows of each matrix, and whole vectors. `bench_data_parallel.py` then calls `judge_pass` on the ranks,
+which compares how far three runs move the slices from the weights of the beginning:
 
 - the timed steps of the row;
 - *plain steps*: the model unwrapped on every rank, with naive attention, its own gradients, torch's all-reduce of each,
   and torch's AdamW, in the case's precision. If the case has Muon, torch's Muon steps the matrices. If the row computes
   or communicates in a narrower dtype (`case.narrow`), parameters or gradients are rounded to that dtype;
-- *exact steps*: plain steps in float64, except that forward and backward are in float32 where the case's precision is
-  narrower than fp32. Torch's Muon has no float64: ours steps the matrices then.
+- *exact steps*: plain steps in float64, except that forward and backward are in float32 if the case's precision is
+  narrower than fp32. If the case has Muon, our Muon steps the matrices here, since torch's has no float64.
 
-The budget of a parameter, the error that is allowed, comes from the error of plain steps against exact ones, by
-`lmsys.testing.ratio_of`. In a single parameter that error may be tiny by chance. So it counts as at least (error of all
-parameters / movement of all parameters) × the parameter's own movement.
+The budget of a parameter, the error that is allowed, comes from the error of plain steps against exact ones
+(`lmsys.testing.ratio_of`). In a single parameter that error may be tiny by chance. So it counts as at least (error of
+all parameters / movement of all parameters) × the parameter's own movement.
 
-The constants below set which slices are compared, and after which steps; `judge_pass` says how.
+The constants below set the optimizers, the untimed steps and the size of slices. A new option of a training that
+changes the right weights must be followed in `_take_steps`, and be part of the key `what` in `_plain`.
 """
 
 import random
@@ -45,8 +46,8 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-2}
 MUON: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 1e-2, "adjust_lr_fn": "match_rms_adamw"}
 # {device type: untimed steps}, which `rank.py` takes first. The first plans buckets, the second runs with them.
 WARM_STEPS = {"cpu": 2, "cuda": 3}
-# MAX_LINES rows of each matrix are kept: fewer, but at least one, where all slices would have more than MAX_NUMBERS
-# numbers. One row says little: with one row of each parameter, right steps of a model of size xl were called wrong.
+# MAX_LINES rows of each matrix are kept. If all slices would have more than MAX_NUMBERS numbers, fewer are kept, but at
+# least one. One row says little: with one row of each parameter, right steps of a model of size xl were called wrong.
 MAX_LINES, MAX_NUMBERS = 16, 2**22
 # Plain steps split a batch so that naive attention has at most MAX_SCORES scores in all blocks together.
 MAX_SCORES = 2**28
@@ -69,7 +70,7 @@ class Pass:
     steps: int
 
 
-_ENDS: dict[tuple[str, Pass], Slices] = {}  # {(case id, pass): slices after the case's steps}
+_ENDS: dict[tuple[str, Pass], Slices] = {}  # {(case id, pass): slices that this rank kept after the case's steps}
 # {(pass, world size, settings of plain or exact steps): (slices before, slices after)}, of each world size's last pass
 _RIGHT: dict[tuple[Pass, int, object], tuple[Slices, Slices]] = {}
 
@@ -157,9 +158,9 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
 
 
 def _with_usual_error(right: torch.Tensor, ordinary: torch.Tensor, share: float) -> torch.Tensor:
-    """`ordinary`, with its distance from `right` enlarged to `share` of the length of `right` where it is less.
+    """`ordinary`, moved away from `right` until their distance is at least `share` of the length of `right`.
 
-    Where the two are equal there is no distance to enlarge: then every number errs by `share` of itself.
+    If the two are equal, no direction is known: then every number errs by `share` of itself.
     """
     error = ordinary - right
     size = error.norm().item()
@@ -169,7 +170,7 @@ def _with_usual_error(right: torch.Tensor, ordinary: torch.Tensor, share: float)
 def _slices_of(state: Mapping[str, torch.Tensor], key: int) -> Slices:
     """Copies, on the host, of rows of each matrix and of whole vectors, by name of the parameter.
 
-    The key chooses the rows: of each matrix as many, or all if it has fewer.
+    The key chooses the rows: equally many of each matrix, or all rows if a matrix has fewer.
     """
     named = {name.removeprefix("module."): x.detach() for name, x in state.items() if x.is_floating_point()}
     count = max(1, min(MAX_LINES, MAX_NUMBERS // sum(x[:1].numel() for x in named.values())))
@@ -277,7 +278,7 @@ def _optimizer(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype) 
 
 
 def _average(params: Iterable[torch.Tensor], world_size: int, narrow: Narrow) -> None:
-    """Makes each gradient the mean over ranks; if `narrow` has the option `comm_dtype`, it is sent in that dtype."""
+    """Makes each gradient the mean over ranks; if `narrow` is of the option `comm_dtype`, it is sent in that dtype."""
     for p in params if world_size > 1 else ():
         sent = p.grad.to(narrow[1] if narrow and narrow[0] == "comm_dtype" else p.dtype).contiguous()
         torch.distributed.all_reduce(sent, group=subgroup(world_size))

@@ -1,7 +1,8 @@
-"""One rank's part of a data-parallel training, which is timed, inspected and compared. Runs on the ranks.
+"""One rank's part of a data-parallel training: builds it, times its steps, and measures its memory and communication.
 
-`bench_data_parallel.py` asks the ranks for `inspect` (an `Inspection`) and `take_pass` (a `Taken`); `bench_steps.py`
-subclasses `Rig`. A new measurement is an attribute of one of these two results, set in the function that returns it.
+On the ranks `bench_data_parallel.py` calls `inspect`, which returns a `cases.Inspection`, and `take_pass`, which
+returns a `Taken`. A new measurement is an attribute of one of these two results, set in the function that returns it.
+`bench_steps.py` subclasses `Rig`. A *pass* is one series of training steps, untimed ones first.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,8 +33,8 @@ def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
     """A context in which the case's model may be compiled.
 
     Compiled graphs stay for other rows and passes of the case's group, whose models have the same blocks. Memory of
-    earlier calls is released first, and so are graphs of another group. `optimize_ddp` is off: torch would cut the
-    graphs of blocks that are compiled inside of a DDP by its buckets, but not those that another row has compiled.
+    earlier calls is released first, and so are graphs of another group. `optimize_ddp` is off: with it, torch would cut
+    the graphs of blocks that are compiled inside of a DDP at its buckets, but not graphs that another row has compiled.
     """
     release()
     if case.group not in _COMPILED:
@@ -86,7 +87,7 @@ def execution(case: cases.ParallelCase, **changes: Any) -> prepare.Execution:
 class Rig:
     """A model, its strategy, its optimizer and this rank's batches.
 
-    Each rank draws weights of its own, so that a strategy that does not broadcast rank 0's is noticed.
+    Each rank draws weights of its own, so that a strategy is noticed that does not broadcast the weights of rank 0.
 
     asked  the pass, for the seed of the weights, the batches and their number
     adamw  settings of AdamW
@@ -116,7 +117,7 @@ class Rig:
         return self.prepared.loss(self.batches.now.tokens, self.batches.now.targets)
 
     def warm(self) -> None:
-        """Takes the untimed steps, after which buckets are planned, blocks compiled and a CUDA graph recorded."""
+        """Takes the untimed steps, which plan buckets, compile blocks and record the CUDA graph, if there is one."""
         if self.case.replayed:
             self.gradients = self.prepared.gradients(graph=True)
         for _ in range(passes.WARM_STEPS[group.device().type]):
@@ -141,7 +142,7 @@ class Rig:
         self.optimizer.zero_grad(set_to_none=True)
 
     def finish(self) -> None:
-        """Waits for communication that goes on after a step, such as ZeRO-1's gather; after a CUDA graph none does."""
+        """Waits for communication that goes on after a step, such as ZeRO-1's gather; a CUDA graph leaves none."""
         if not isinstance(self.gradients, gradients.GraphedGradients):
             self.strategy.wait()
 
@@ -149,8 +150,8 @@ class Rig:
     def can_stay_local(self) -> bool:
         """True if a step without synchronization differs from a step in nothing else.
 
-        It differs if ranks hold or update only parts of the model. False also for a case that replays a CUDA graph: the
-        step without synchronization would need a graph of its own.
+        False if ranks hold or update only parts of the model. False also for a case that replays a CUDA graph: the step
+        without synchronization would need a graph of its own.
         """
         is_divided = self.case.traits.zero_stage or self.case.sharded_optimizer
         return self.strategy.can_stay_local and not is_divided and not self.case.replayed
@@ -259,7 +260,7 @@ class Taken:
     samples  seconds of each step
     alone    seconds of each step without synchronization; [] where there are none
     model    fingerprint of the weights: it is equal on ranks that have one model
-    late_s   seconds that reading the weights took after the steps: a strategy may not put off its work until then
+    late_s   seconds that reading the weights took after the steps; long if the strategy has put off its work until then
     bits     sha256 of the kept slices of the weights
     """
 

@@ -1,9 +1,10 @@
 """The layout of the report on training steps of large models: speed, memory, where time goes, and losses.
 
-`bench_steps.py` declares STEPS as its `layout`; result files carry it, and `lmsys report` draws it. It is plain data: a
-table or plot is changed or added in its "lead" and "more". `lmsys/reports/layout.py` explains these keys and "prepare",
-and `benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "model?". A *step* of a layout
-is a list that begins with a name, such as ["only", "time_s"]; it has nothing to do with training steps.
+`bench_steps.py` declares STEPS as its `layout`; result files carry it, and `lmsys report` draws it. It is plain data:
+to change or add a table or plot, edit its "lead" and "more"; then `python -m dev.layouts` writes it into the committed
+results. `lmsys/reports/layout.py` explains these keys and "prepare", and `benchmarks/layouts.py` the steps, `word` and
+the signs in lists of fields, such as "model?". A *step* of a layout is a list that begins with a name, such as
+["only", "time_s"]; it has nothing to do with training steps.
 """
 
 from benchmarks.layouts import COMPILED, KEPT, WORDS, Layout
@@ -18,7 +19,7 @@ STEPS: Layout = {
         ["said_also", '"each row had the GPUs to itself, one after another"'],
         # Older files lack these axes: their cases get the value that stands third. It comes first in reading order, the
         # order in tables and legends. The list after it may name values that come next; [] names none. False: captions
-        # tell the model even where all cases have "ours".
+        # state the model even if it is "ours" in all cases.
         *KEPT,
         ["defaulted", "model", "ours", [], False],
         ["defaulted", "optimizer", "adamw"],

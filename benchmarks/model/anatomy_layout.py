@@ -1,7 +1,9 @@
 """The layout of the report on a model's anatomy: where time goes, by kernel and part; where memory goes, by phase.
 
 `bench_anatomy.py` declares ANATOMY as its `layout`; result files carry it, and `lmsys report` draws it. It is plain
-data: a table or plot is changed or added in TIME_GOES or MEMORY_GOES, the blocks of the two chapters.
+data: to change or add a table or plot, edit TIME_GOES or MEMORY_GOES, the blocks of the two chapters; then
+`python -m dev.layouts` writes it into the committed results. A *part* is a part of the model, such as attention or the
+feed-forward; a *row* is an implementation of attention, or somebody else's whole model.
 `lmsys/reports/layout.py` explains the keys of layouts and blocks ("place", "of", "lead", "more").
 `benchmarks/layouts.py` explains the steps that draw, `word` and the signs in lists of fields; the other steps are in
 `steps.py`, `special.py` and `views.py` of `lmsys/reports`. An item of "lead" or "more" is a step that draws, or a list
@@ -9,7 +11,7 @@ of steps of which the last one draws.
 
 The step ["unfolded", field, fields] reads a list in the record of each case, such as `parts`, and replaces the case by
 one case for each entry of the list. Its argument `fields` declares the fields of these entries. A declared field is a
-metric, unless it has "role": "detail": then "*" in a list of fields leaves it out, and it is there for other steps.
+metric, unless it has "role": "detail": then "*" in a list of fields leaves it out, and only other steps read it.
 
 The arguments of "listing" are, in this order: the fields of the first columns, those of the other columns, `word`, the
 title, the text about the table, and the fields of its data (the argument `data` of "pivot").
@@ -31,14 +33,14 @@ PART_FIELDS = [  # fields of the entries of a record's list `parts`
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
 # What memory holds: records have the fields `{name}_bytes` and `predicted_{name}_bytes` for each.
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
-# By `format`, with a name of MEASURED and the bytes of a GiB, this template becomes an expression. Its value is a text
+# `format`, with a name of MEASURED and the bytes of a GiB, makes an expression of this template. Its value is a text
 # such as "3.1 / 3.0 (-3.2 %)".
 DEVIATION = (
     'f"{{number({0}_bytes / {1})}} / {{number(predicted_{0}_bytes / {1})}} '
     '({{100 * (predicted_{0}_bytes / {0}_bytes - 1):+.1f}} %)"'
 )
 # Two steps that split cases by the fields in braces. The first text of "cut" goes into the names of files, the second
-# begins headings.
+# into headings.
 OF_A_CASE = ["cut", "{mode}-{compile}-{impl}", "{mode}, {compile}, {impl}"]
 OF_A_SETTING = [
     "cut",

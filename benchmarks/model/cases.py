@@ -1,25 +1,27 @@
 """The cases that benchmarks of language models share, a row's model with given weights, and the check before timing.
 
 `bench_model.py` and `bench_anatomy.py` use this module. They make a `ModelTest` for each case and a `Gate` for each
-group of cases.
+group of cases. A new axis is an attribute of `ModelTest`, named in its `axes`, in its `group` or `id`, and in FIELDS;
+and an `Axis` of `bench_model.ModelBenchmark`, whose `cases` reads it.
 
-A row is an attention row in our model, eager or compiled, or somebody else's whole model, such as Llama. The `Gate`
-checks that a row computes the same function as the plain model. A whole model gets our weights under its own names, and
-its gradients are mapped back to ours.
+A row is our model with one implementation of attention, eager or compiled, or somebody else's whole model, such as
+Llama. The `Gate` checks that a row computes the same function as the plain model. A whole model gets our weights under
+its own names, and its gradients are mapped back to our names.
 
-The reference is the eager model with naive attention in float64. The budget is the error of the same model in the
-precision that is tested (`lmsys.testing.ratio_of`). Logits are compared for inference, and for training the loss and
-each gradient.
+The reference is the eager model with naive attention in float64. The budget, the error that is allowed, comes from the
+error of the same model in the precision that is tested (`lmsys.testing.ratio_of`). Logits are compared for inference,
+and for training the loss and each gradient.
 
 A row with a narrow residual stream is held to the budget of plain PyTorch with a narrow stream, which rounds the same
 sums. The record of every row says how far its gradients are from float64.
 
-Some embeddings are zero, huge or have an outlier channel, and some gates are saturated: `lmsys.extremes.model`. Their
-gradients, and the logits of their tokens, have a budget apart from that of all others: the gradient of a zero row may
-be many times as large as any other, and that of a huge row many times as small.
+Some embeddings are zero, huge or have an outlier channel, and some gates of the feed-forward are saturated
+(`lmsys.extremes.model`). Gradients of these, and logits of their tokens, have a budget apart from that of all others:
+the gradient of a zero row may be many times as large as any other, and that of a huge row many times as small.
 
-The gate tests NUM_BLOCKS blocks, as many as one compiled graph holds, because all graphs share their code. The context
-is the case's, up to MAX_CONTEXT; the batch is smaller where naive's scores would not fit.
+The `Gate` tests `models.NUM_BLOCKS` blocks, as many as one compiled graph holds, because all graphs share their code.
+The context is that of the case, up to MAX_CONTEXT; the batch is smaller where the scores of naive attention would not
+fit into memory.
 """
 
 import copy
@@ -135,9 +137,9 @@ class ModelTest(models.ModelCase):
 def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> torch.nn.Module:
     """The row's model with the weights of `base`.
 
-    shared  only for a peer, somebody else's whole model. True: it has the very parameters of `base`, which saves
+    shared  only for a peer, somebody else's whole model. True: the peer has the very parameters of `base`, which saves
             memory. Their rows may be in another order than the peer expects, so it may compute another function, by
-            the same operations. False: such rows are copied into its order, and it computes the same function
+            the same operations. False: such rows are copied into the peer's order, and it computes the same function
     """
     if not case.peer:
         changes = {**case.runtime, "attention": case.attention.name}
@@ -154,7 +156,7 @@ LOGITS, GRADIENT = "logits", "gradient of"  # name of an output; beginning of th
 
 
 class Gate:
-    """A model of a few blocks and a batch; `check` judges all rows of a group by one reference.
+    """A model of a few blocks, and a batch for it; `check` judges all rows of a group by one reference.
 
     base  our model, whose weights the models of all rows have
     """
@@ -188,11 +190,11 @@ class Gate:
             except (torch.OutOfMemoryError, MemoryError):
                 if len(self.data.tokens) == 1:
                     raise
-            release_memory()  # only here, behind `except`, is the traceback gone, which held the reference's tensors
+            release_memory()  # only here, after `except`, is the traceback gone, which held the reference's tensors
             self._draw(len(self.data.tokens) // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
-        """Compares outputs with a reference and a budget for each group of rows.
+        """Compares the outputs of rows with a reference and a budget, which all rows of a group share.
 
         A group is the inferences, or the trainings, with one residual stream, wide or narrow.
         """
@@ -219,7 +221,7 @@ class Gate:
         return models.ratio_by_group(result, reference, plain, dtype, self.group(name, reference))
 
     def group(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """A number for each row of an output: 0 where it is ordinary."""
+        """A number for each row of an output: 0 for ordinary rows, others for the kinds of extreme ones."""
         if name == LOGITS:
             return group_of(EMBEDDINGS, self.base.config.vocab_size)[self.data.tokens.flatten().cpu()]
         return group_of(name.removeprefix(f"{GRADIENT} "), x.numel() // x.shape[-1])

@@ -1,18 +1,20 @@
 """The layout of the report on whole models: times, rates and memory by size and context, beside a peer's.
 
-A *peer* is somebody else's model. `bench_model.py` declares MODEL as its `layout`; result files carry it, and a report
-draws it (`lmsys report`). It is plain data: a table or plot is changed or added in its "lead" and "more", or in the
-lists above MODEL, which several of its parts use. `lmsys/reports/layout.py` explains these keys, and
-`benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "peak_bytes!". More steps draw here:
+A *peer* is somebody else's model; a *row* is an implementation, here our model with one kernel of attention, or a peer.
+`bench_model.py` declares MODEL as its `layout`; result files carry it, and `lmsys report` draws it. It is plain data:
+to change or add a table or plot, edit its "lead" and "more", or the lists above MODEL, which several of its parts use;
+then `python -m dev.layouts` writes it into the committed results. `lmsys/reports/layout.py` explains these keys, and
+`benchmarks/layouts.py` the steps, `word` and the signs in lists of fields, such as "peak_bytes!". Other steps that draw
+here:
 
     ["by_size", metrics, drawn]                         a table of each metric by size and context, and plots of `drawn`
-    ["times_by_size"]                                   such tables of times and speedups
+    ["times_by_size"]                                   tables of times and speedups by size and context
     ["predicted", metric, expected, sections, title, about]  a table of a metric beside the field that predicts it
     ["best", of, mode, by, keys, metrics, title]        a table of the case with the most of `of` for each value of `by`
                                                         (cases with the last value of the field `mode` alone)
     ["means", lines, columns, word, title]              a table of geometric means of speedups
     ["each", item, ...]                                 the tables and plots of all items
-    ["either", item, ...]                               those of the first item that draws any
+    ["either", item, ...]                               the tables and plots of the first item that draws any
 """
 
 from benchmarks.layouts import KEPT, WORDS, Layout
@@ -23,12 +25,12 @@ SHOWN_WAYS = ["precision~", "compile~", "checkpoint~none", "residual~wide", "imp
 # Fields of a record that make a model's shape.
 MODEL_SHAPE = ["d_model", "d_ff", "num_layers", "num_heads", "num_parameters"]
 OF_A_STEP = ["tokens_per_s", "mfu", "total_bytes", "peak_bytes"]  # metrics that the page shows first
-DRAWN = ["mfu", "matmul_ceiling_fraction", "total_bytes"]  # metrics that are drawn against context
+DRAWN = ["mfu", "matmul_ceiling_fraction", "total_bytes"]  # metrics that are plotted against the context
 IN_ALL = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
-# Steps for a table of our cases beside a peer's model, which is run in the fastest way; no table without such a model.
+# Steps for a table of our cases beside a peer, which is run in the fastest way; there is no table without a peer.
 BESIDE = [
-    # Keeps our cases, each with `speedup`, `beside` (the other model's case in the fastest of these ways), `peers` (its
-    # name), `theirs`, `their_label` and `their_about`.
+    # Keeps our cases, each with `speedup`, `beside` (the peer's case in the fastest of these ways), `theirs` and
+    # `peers` (the peer's name, without and with a capital), `their_label`, and `their_about` (what `speedup` means).
     ["beside_fastest", ["compile", "checkpoint", "residual"]],
     ["labelled", {"speedup": "speedup", "tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}],
     ["ordered", "size", "batch"],
@@ -98,8 +100,8 @@ LISTED = [
         ["listing", ["size", "batch", "impl"], ["time_s", "*"], *ALL_CASES],
     ],
 ]
-# A step: a table of memory as measured and as predicted. In the section "fits" it also tells which cases were predicted
-# to fit.
+# A step: a table of memory as measured and as predicted. In the section "fits" the table also tells which cases were
+# predicted to fit.
 PREDICTED_MEMORY = [
     "predicted",
     "total_bytes",
@@ -115,8 +117,8 @@ PART = [
     ["cut", "model-{section}[-V{vocab_size}]", "[vocabulary {vocab_size}]"],
     ["one_shape", "one_shape", ["size", "context", "batch"], ["checkpoint", "residual"]],
 ]
-# An expression: true for cases that are drawn in one table. With a table for each way to run a model, each table would
-# have one line.
+# An expression: true for cases that are drawn in one table, since a table for each way to run a model would have one
+# line.
 TOGETHER = '(section == "peers" or one_shape)'
 MODEL: Layout = {
     "place": 20,
@@ -217,7 +219,7 @@ MODEL: Layout = {
                     ],
                 },
                 {
-                    "of": [["only", 'section == "warmup"'], *PART],  # steps of warm-up, which no other table shows
+                    "of": [["only", 'section == "warmup"'], *PART],  # the warm-up study, which no other table shows
                     "lead": [
                         [
                             ["each_way"],  # splits cases by how models were run
@@ -265,7 +267,7 @@ MODEL: Layout = {
                         {
                             "of": [["only", TOGETHER], MODES],
                             "lead": [["either", BESIDE, LISTED]],
-                            # LISTED is drawn above where BESIDE draws nothing, and here where it draws something.
+                            # LISTED is drawn above if BESIDE draws nothing, and here if BESIDE draws something.
                             "more": [["if_drawn", BESIDE, LISTED]],
                         },
                         {

@@ -1,9 +1,9 @@
 """Hugging Face's Llama at our dimensions: the model that a user would otherwise train, as a row beside ours.
 
 The table `benchmarks.models.MODEL_ROWS` names `Llama` and `LlamaTuned`, and `benchmarks.data_parallel.cases.MODELS`
-names `ShardedLlama`. They have the methods of our `TransformerLM` that benchmarks call. They also have `take_weights`,
-`as_ours` and `meant`, by which benchmarks give them our weights, and compare them with our model. A setting of Llama is
-changed in `Llama.__init__`.
+names `ShardedLlama`. These classes have the methods of our `TransformerLM` that benchmarks call. They also have
+`take_weights`, `as_ours` and `meant`, by which benchmarks give them our weights and compare them with our model. A
+setting of Llama is changed in `Llama.__init__`. Somebody else's model of another kind needs the same methods.
 
 `ShardedLlama` is trained as large models are with torch alone: layer by layer compiled, sharded and checkpointed. The
 recipe is torchtitan's (Liang et al. 2024, arXiv 2410.06511, section 2): torch's selective checkpointing, by operator,
@@ -37,7 +37,7 @@ NAMES = {  # our name of a module, in a layer or around the layers: its name in 
     "ffn.w3": "mlp.up_proj",
     "ffn.w2": "mlp.down_proj",
 }
-CAUSAL = "sdpa_causal"  # an attention of transformers that is told `is_causal` in place of a mask
+CAUSAL = "sdpa_causal"  # the name, in transformers, of an attention that gets `is_causal` in place of a mask
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)
 
@@ -45,7 +45,7 @@ AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)
 class Llama(nn.Module):
     """LlamaForCausalLM with SDPA, called as `lmsys.model.TransformerLM` is, once `take_weights` has given it weights.
 
-    ValueError for a rope_theta that is not its default. Compiled by a torch before 2.14, transformers hands SDPA the
+    ValueError for a rope_theta other than the default. If a torch before 2.14 compiles it, transformers hands SDPA the
     causal mask as a tensor, which SDPA's flash kernel does not take. Users of transformers get the same.
     """
 
@@ -90,7 +90,7 @@ class Llama(nn.Module):
         return self.loss_and_logits(tokens, targets)[0]
 
     def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(the mean loss, by the model's own function; the logits). The targets are shifted already."""
+        """(the mean loss, by the model's own function; the logits). The targets are the next tokens already."""
         output = self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets)
         return output.loss, output.logits
 

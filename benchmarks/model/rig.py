@@ -1,10 +1,11 @@
-"""The language models of a group of cases on their device, the calls of them that are timed, and checks of updates.
+"""The language models of a group of cases on their device, the timed calls of these models, and checks of updates.
 
 `bench_model.py` and `bench_anatomy.py` make a `Rig` for each group. `Rig.step_of` returns the call that is timed, by
 the case's mode. `benchmarks.model.spots` checks outputs and gradients of timed calls. A new mode is an entry in
 `Rig._timed` and in MODES of `benchmarks/axes.py`; if it has outputs, or updates weights, `spots.OUTPUTS` or
-`spots.UPDATES` names it. A *row* of the benchmark is an attention row in our model, or a peer, somebody else's whole
-model.
+`spots.UPDATES` names it. A *row* of the benchmark is our model with one implementation of attention, or a peer,
+somebody else's whole model. A *draw* is a seed of a call's inputs. The *key* of a call is a random number, which
+no row can foresee, that chooses the parts of its results that are judged.
 
 Timed updates of weights are checked by AdamW's formula (`Update`), also where gradients are zero, tiny and huge. Such
 gradients are planted in rows of one matrix (`lmsys.extremes.model`). Every row of the matrix is judged alone, in units
@@ -37,13 +38,12 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 class Update:
     """Some rows of a matrix with their moments, before an update by AdamW and, once `done` is called, after it.
 
-    The draw, the seed of the call's inputs, chooses the matrix and the rows: the key, which chooses all other parts of
-    a call that are judged, is known only after the call.
+    The draw chooses the matrix and the rows, as both must be known before the call; the key is known only after it.
 
-    name, parameter, rows  the parameter, and the numbers of its rows that are judged
+    name, parameter, rows  the matrix's name, the matrix, and the numbers of its rows that are judged
     old, new  weights and moments of these rows, before and after the update
     planted   values of the extreme gradients in the first of these rows; () for none
-    replaced  the gradients that stood in those rows before, without the loss scale
+    replaced  the gradients that these rows had before, without the loss scale
     gradient  the gradient of all rows that are judged, as the update has used it
     count     the optimizer's number of the step
     group     the optimizer's settings of the step
@@ -60,7 +60,7 @@ class Update:
         self.planted: Sequence[float] = ()
 
     def plant(self, values: Sequence[float], scale: float) -> None:
-        """Replaces the gradients of the first rows by extreme ones, times a loss scale."""
+        """Replaces the gradients of the first rows by extreme ones, one of `values` each, times a loss scale."""
         gradient, self.planted = self.parameter.grad, values[: len(self.rows)]
         rows = self.rows[: len(self.planted)]
         self.replaced = gradient[rows] / scale
@@ -79,9 +79,9 @@ class Update:
         return self
 
     def ratios(self) -> dict[str, float]:
-        """{name: error over its budget}, of weights and moments. The budget is the error of the formula in float32.
+        """{name: error over its budget}, of weights and moments. The budget comes from the formula's error in float32.
 
-        The worst of the ordinary rows counts, and each row with a planted gradient has a ratio of its own.
+        All ordinary rows share one ratio, the worst; each row with a planted gradient has a ratio of its own.
         """
         exact, plain = map(self._by_formula, (torch.float64, torch.float32))
         ratios: dict[str, float] = {}
@@ -122,8 +122,8 @@ def _state(
     return {"weights": weights} | {m: state[m][rows] if m in state else torch.zeros_like(weights) for m in MOMENTS}
 
 
-# With this rate all timed steps together move weights too little to show in a float32 gradient. So the result of any
-# timed call can be judged later, with the weights as they are then.
+# At this rate all timed steps together move weights too little to show in a float32 gradient. So the result of any
+# timed call can be judged later, when other steps have moved the weights.
 LEARNING_RATE = 1e-12
 COLD_ROUNDS = 10  # timed steps of the warm-up study
 
@@ -140,7 +140,7 @@ class Rig:
     """The models of a group of cases, with one set of weights and gradients, and one batch.
 
     Each model is built on first use. New tokens and targets are drawn into the same memory. Some embeddings and gates
-    are extreme, as in the check before timing, and so every draw has tokens with these embeddings.
+    are extreme, as in the check before timing (`cases.Gate`), so that tokens with these embeddings are drawn, too.
 
     All rows with our model have one optimizer. A peer, somebody else's model, has its own, with its own moments.
     """
@@ -179,7 +179,7 @@ class Rig:
             return model.loss(data.tokens, data.targets) if case.grad else model(data.tokens)
 
     def loss_and_states(self, case: cases.ModelTest) -> spots.Parts:
-        """By name the loss of training, and the hidden states that it was computed from; of a peer, the logits."""
+        """By name the loss of training, and the hidden states that it was computed from; for a peer, the logits."""
         model, data = self.model(case), self.data
         with torch.enable_grad(), prepare.autocast(self.precision, self.device):
             if case.peer:
@@ -195,7 +195,7 @@ class Rig:
         return self.scaler.scale(self.forward(case))
 
     def update(self, case: cases.ModelTest) -> None:
-        """A step of our AdamW, or for a peer of torch's, as its users take it, with equal hyper-parameters."""
+        """A step of our AdamW; for a peer a step of torch's AdamW, as its users take it. Hyper-parameters are equal."""
         peer = case.peer
         if peer not in self.optimizers:
             theirs = partial(torch.optim.AdamW, fused=True if self.device == "cuda" else None)
@@ -249,20 +249,20 @@ class Rig:
             self._update.plant(self._extremes(case), self.scaler.get_scale())
 
     def _extremes(self, case: cases.ModelTest) -> Sequence[float]:
-        """Extreme gradients that the case's optimizer must compute rightly; on a GPU, torch's cannot do so for all."""
+        """Extreme gradients that the case's optimizer must handle; torch's kernels on a GPU get a less huge one."""
         return planted(held_by_torch=self.device == "cuda" and (case.peer or not optimizer.HAS_TRITON))
 
     def _redraw(self, case: cases.ModelTest, draw: int) -> None:
-        """Draws tokens before a call; of an update, also the rows of a matrix that are checked after it."""
+        """Draws tokens before a call; before an update, also the rows of a matrix that are checked after it."""
         self.draws.fill(draw)
         # Our model may keep copies of weights, rounded to the dtype of matmuls (`lmsys.model.linear.RoundedWeights`).
         if not case.peer and (rounded := self.model(case).rounded) is not None:
-            rounded.refresh()  # other rows have changed the weights, which nobody else does in a training
+            rounded.refresh()  # other rows have changed the weights; in a training nothing else changes them
         if case.mode in spots.UPDATES:
             self._update = Update(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
 
     def _keep_gradients(self, case: cases.ModelTest, result: Any, key: int | None) -> Any:
-        """`Step.keep` of modes with gradients: parts of these, and the `Update` if there is one; None without a key."""
+        """`Step.keep` of modes with gradients: parts of the gradients, and the `Update`, if any; None without a key."""
         if key is None:
             return None
         if case.mode not in spots.UPDATES:
@@ -324,7 +324,7 @@ class Rig:
         held_bytes  weights, gradients and optimizer state before the timed call
         peak_bytes  the call's peak above all that was live before it
         """
-        self.optimizers.clear()  # other rows' moments are not this row's: its optimizer is made again
+        self.optimizers.clear()  # drops the moments that other rows have left: this row's optimizer is made again
         step = self.step_of(case)
         step.once()
         self.base.zero_grad(set_to_none=True)
@@ -339,8 +339,8 @@ class Rig:
 def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
     """Seconds of COLD_ROUNDS steps of a new model, after `case.warmup` untimed ones. It runs in a new process.
 
-    `Failed` as "wrong" where one step more, on new inputs, is wrong. The steps before it are all on one batch: to draw
-    a new one would build the model, whose time belongs to the first step.
+    `Failed` as "wrong" if one more step, on new inputs, is wrong. The steps before it are all on one batch: drawing a
+    new one would build the model, and the time to build it belongs to the first step.
     """
     if settings.memory_limit_bytes is not None:
         memory.cap_gpu_memory(settings.memory_limit_bytes)

@@ -1,14 +1,15 @@
 """Checks the results of timed calls of whole models, in a few random parts that the tested row cannot foresee.
 
-Such a part is a *spot*. A *row* is an implementation that the benchmark compares: one of attention in our model, or a
-peer, which is somebody else's whole model. `benchmarks/model/rig.py` makes a `Spots` for each group of cases. Right
-after a timed call it copies a spot (`Spots.outputs`, `Spots.gradients`), which a random key selects; after the timed
-window it judges the copy (`Spots.judge`). The mode of the case decides what a spot holds:
+Such parts of one call are a *spot*. A *row* is an implementation that the benchmark compares: our model with one
+implementation of attention, or a peer, which is somebody else's whole model. `benchmarks/model/rig.py` makes a `Spots`
+for each group of cases. Right after a timed call the rig copies a spot (`Spots.outputs`, `Spots.gradients`), which a
+random key selects; after the timed window it judges the copy (`Spots.judge`). The mode of the case decides what a spot
+holds:
 
     forward        the logits of some tokens of one sequence
     train_forward  the hidden states of such tokens, and the loss, which is compared with the loss that the reference
-                   computes from all hidden states of the row; of a peer: the logits of such tokens, and its own loss,
-                   which must be finite
+                   computes from all hidden states of the row; for a peer the logits of such tokens, and its own loss,
+                   which must only be finite
     backward       the gradients of the embeddings of such tokens, which pass through all blocks. If the batch is small
                    enough (MOST_WORK), also the gradients of some rows of the matrices of one block and of the head;
                    their reference must run all sequences, as each adds to them
@@ -234,7 +235,7 @@ class Spots:
     def outputs(self, made: Parts, key: int | None) -> Parts | None:
         """Copies of the parts of a forward's results that the key chooses; None without a key.
 
-        In both cases `check_plain` raises `Failed` if a result is not a plain tensor of the promised form.
+        With and without a key, `check_plain` raises `Failed` if a result is not a plain tensor of the promised form.
 
         made  all results of the call, by the names of their parts
         """
@@ -327,10 +328,10 @@ class Spots:
         return right | {EMBEDDINGS: right[EMBEDDINGS][self._ids(spot)[chosen]]}
 
     def _sequences(self, spot: Spot) -> tuple[list[int], list[int]]:
-        """(numbers of the sequences to run, indices of the spot's tokens whose gradients these sequences complete).
+        """(numbers of the sequences to run, indices of the spot's tokens whose gradients come from these alone).
 
         If `whole`, these are all sequences and all tokens. Else the method takes the token of the spot that the fewest
-        sequences hold, runs the sequences that hold it, and keeps the tokens that no other sequence holds.
+        sequences hold, selects the sequences that hold it, and then the tokens that no other sequence holds.
         """
         tokens, ids = self.data.tokens, self._ids(spot)
         if self.whole:

@@ -1,4 +1,4 @@
-"""The calls of `bench_tokenizer.py`: training and encoding by each tokenizer, as its users would do it.
+"""The calls that `bench_tokenizer.py` times: training and encoding by each tokenizer, as its users would do it.
 
 A row is a tokenizer to compare: the class `Ours`, or a class of `lmsys.tokenizer.engines`, which calls another package.
 All rows encode; rows with a function in TRAINERS train, too. `call_of` makes the function that is timed,

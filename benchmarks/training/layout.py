@@ -1,16 +1,17 @@
 """The report on whole trainings, for each attention row and data-parallel strategy: speed, memory, loss curves.
 
 This file is plain data. `bench_training.py` declares TRAINING as its `layout`, and `lmsys.reports.layout` draws it. Add
-a table or a plot to "lead", which the page shows first, or to "more". `benchmarks/layouts.py` is the legend of all
-steps and of the texts in them. A block has three keys: its steps "of" make a view of the cases; "lead" and "more" are
-tables and plots of that view, each a step, or a list of steps of which the last draws.
+a table or a plot to "lead", which the page shows first, or to "more"; then `python -m dev.layouts` writes the layout
+into the committed results. `benchmarks/layouts.py` is the legend of all layouts. A *step* is a list: the name of a
+function, and its arguments. A block has three keys: its steps "of" make views, which are some cases each; "lead" and
+"more" are tables and plots of such a view. Each of these is a step, or a list of steps of which the last one draws.
 
 The first arguments of the steps that are used here:
     checked               fields that must be numbers, fields that must be texts
     cut                   a template for file names, a template for headings: the view is cut into one part for each
                           combination of the values of the fields in braces
-    styled                the field whose values get colours and markers; the field whose table rows these styles belong
-                          to, by default the same field; the field whose values the legend shows instead
+    styled                the field whose values get colours and markers; the field that names in each case the row that
+                          has these, by default the same field; the field whose values the legend shows instead
     ordered               fields by which cases are sorted
     beside_baseline       the axis that the baseline is on, the axes on which compared cases agree; the baseline, if it
                           is not the one that the axis's table marks
@@ -18,14 +19,14 @@ The first arguments of the steps that are used here:
     bars                  metrics, a plot each; field of the groups, field of the bars; the end of the file name
     lines                 metrics, a plot each; field of the x axis, field of the lines; the end of the file name
     points                fields that get a point's place and height; fields that hold the heights and the places
-    one_of_each           the fields of which each combination of values keeps one case; the field by which that case is
-                          the greatest, by default the first case is kept
+    one_of_each           fields: one case is kept of each combination of their values; a field: the case with its
+                          greatest value is kept, by default the first case
     listing               fields of the first columns, metrics, the end of the file name, the title
 """
 
 from benchmarks.layouts import COMPILED, WORDS, Layout
 
-SAME = ["attention", "comparison"]  # the fields in which a case equals the case that it is compared with
+SAME = ["attention", "comparison"]  # fields that a case has in common with the case that it is compared with
 TRAINING: Layout = {
     "place": 100,  # the page has the benchmarks in ascending order of this number
     "words": WORDS,

@@ -1,11 +1,13 @@
 """The part of the training benchmark that runs on each rank, the cases of the benchmark, and the tokens to train on.
 
-`bench_training.py` calls, on all ranks, `inspect`, which measures the first two steps; `begin`; `epoch`, once for each
-epoch; and `end`, which evaluates the model. It calls `clear` if it gives up a training. A function with the decorator
-`ranks.on_part` runs on the first `case.world_size` ranks, and returns None on the others. To change what is trained or
-with which hyper-parameters, see `TrainingCase.run_config`; to measure something more in an epoch, add it to `Epoch`.
-The tokens come from the beginning of the text of Python's standard library; one process makes them once per run, in a
-temporary folder (`tokens_of`).
+`bench_training.py` calls these functions on all ranks: `inspect`, which measures the first two steps; `begin`; `epoch`,
+once for each epoch; and `end`, which evaluates the model. It calls `clear` if it gives up a training. A function with
+the decorator `ranks.on_part` runs on the first `case.world_size` ranks, and returns None on the others. A *row* is an
+implementation in a table, here of attention or of a data-parallel strategy.
+
+To change what is trained or with which hyper-parameters, see `TrainingCase.run_config`. To measure something more in an
+epoch, add it to `Epoch`. The tokens come from the beginning of the text of Python's standard library; the process that
+calls the ranks makes them once per run, in a temporary folder (`tokens_of`).
 """
 
 import os
@@ -33,9 +35,9 @@ from lmsys.training.config import RunConfig, TrainConfig
 class TrainingCase(TrainedCase):
     """A model with the row `attention`, trained by the strategy `entry`. Cases that differ in these alone are compared.
 
-    It overrides the properties of a `Case` that the runner and the reports read: `axes` (the fields of the record),
-    `peer`, `comparison`, and `impl` (the row's name). `steps`, `windows` and `run_config` raise ValueError for a case
-    that cannot run: `bench_training.py` reads them to learn the reason.
+    This class overrides the properties of a `Case` that the runner and the reports read: `axes` (the fields of the
+    record), `peer`, `comparison`, and `impl` (the row's name). `steps`, `windows` and `run_config` raise ValueError for
+    a case that cannot run: `bench_training.py` reads them to learn the reason.
 
     attention     the table entry of the attention row
     num_ranks     ranks of the group; the global batch of every strategy has batch · num_ranks sequences
@@ -200,7 +202,7 @@ class TrainingCase(TrainedCase):
 
 CORPUS = "stdlib"
 BYTES_PER_TOKEN = 4  # an estimate, by which `tokens_of` and `_first` choose how much text they read at once
-LEAST_BYTES = 500_000  # the least that they read at once; a tokenizer is trained on at least so much text
+LEAST_BYTES = 500_000  # the least text that they read at once; a tokenizer is trained on at least so much
 
 
 Tokens = tuple[Path, Path]  # two .npy files of token ids, to train on and held out: see `tokens_of`
@@ -216,9 +218,9 @@ def folder() -> "tempfile.TemporaryDirectory[str]":
 def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     """Files with the first `train_tokens` ids of the text to train on, and the first `val_tokens` of the held-out text.
 
-    The text is that of Python's standard library (`corpora.stdlib`). Each file has one id more, the target of the last.
-    The process that calls the ranks makes the files, once for the same arguments, and deletes them when it ends; the
-    ranks read them. The tokenizer is trained on the beginning of the text. `Failed` if a text has too few ids.
+    The text is that of Python's standard library (`corpora.stdlib`). Each file has one id more, the target of the last
+    token. The process that calls the ranks makes the files, once for the same arguments, and deletes them when it ends;
+    the ranks read them. The tokenizer is trained on the beginning of the text. `Failed` if a text has too few ids.
     """
     corpus = corpora.stdlib()
     beginning = next(
@@ -281,7 +283,7 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
     config = case.run_config(seed)
     if config.train.compile:
         torch.compiler.reset()  # else this case's blocks would count as recompilations of those of earlier cases
-    with torch.random.fork_rng():  # a trainer seeds torch: the cases that this rank runs next must not see that
+    with torch.random.fork_rng():  # a trainer seeds torch, which must not affect the cases that this rank runs next
         return loop.Trainer(
             config,
             data.TokenFiles(tokens[:1]),  # the file to train on; tokens[1] is the held-out file

@@ -11,8 +11,8 @@ measured the code of today and an earlier state of it, in turns. If an argument 
 stderr has one line that says why.
 
 A case is one record of a result file: one row (an implementation) as it was measured with one value for each axis.
-`main` also serves `python -m reports`. To add an option, add it to OPTIONS, and let `main` pass it to `build`, which
-calls the other modules in order. An option of --before goes to OF_TWO_RUNS, and `_compare` reads it.
+`python -m reports` calls `main`, too. To add an option, add it to OPTIONS and to docs/report.md, and let `main` pass it
+to `build`, which calls the other modules in order. An option for two runs goes to OF_TWO_RUNS, and `_compare` reads it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of argparse
     "--baseline": {"metavar": "NAME", "help": "the row that speeds are relative to (default: as its table says)"},
     "--single-file": {"action": "store_true", "help": "the page holds its plots: one file to send"},
 }
-OF_TWO_RUNS: dict[str, dict[str, Any]] = {  # options of argparse with which a run is compared with an earlier one
+OF_TWO_RUNS: dict[str, dict[str, Any]] = {  # options of argparse for comparing a run with an earlier one
     "--before": {"type": Path, "metavar": "OLD.json", "help": "the run before: which cases became slower?"},
     "--margin": {
         "type": float,
@@ -52,11 +52,11 @@ def main(
 ) -> int:
     """Runs the command and returns its exit code.
 
-    arguments        of the command line; None: those of this process
-    results, output  used if the arguments name no result files or no folder
-    program          the name of the program in messages; by default that of the command
+    arguments        the arguments of the command line; None: those of this process
+    results, output  the result files and the folder if the arguments name none
+    program          the name of the program in messages; "": the name of the command
 
-    `python -m reports` gives the last three.
+    `python -m reports` gives all but the first.
     """
     parser = commands.parser("report", program)
     for group, options_of in ((parser, OPTIONS), (parser.add_argument_group("two runs of one machine"), OF_TWO_RUNS)):
@@ -120,7 +120,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         changes = against.in_turns(measured)  # None unless the run measured an earlier state of the code as well
         machine = changes.sides["after"] if changes else measured
         of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
-        chapters = sum(of_benchmarks, answers.step_chapters(machine))  # the chapter of steps comes first
+        chapters = sum(of_benchmarks, answers.step_chapters(machine))  # that of training steps is first
         answer = answers.answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)
@@ -128,7 +128,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
             chapters = first + chapters
         parts.append((machine, answer, chapters))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
-    # A part is (machine, answers, chapters): a machine without chapters is left out.
+    # A part is (machine, answers, chapters). A machine without chapters is left out.
     return page.write(out, [part for part in parts if part[2]], items.csv_of(records), notes, single_file)
 
 

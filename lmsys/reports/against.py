@@ -34,8 +34,8 @@ from lmsys.values import hold, sentences_of
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # facts of a run: runs that differ in one are not compared
 ADVICE = ": measure both alike, or ask for --anyway"  # ends messages on such runs
 FACTS = ("date", "commit", "driver", "command")  # facts of a run that the table of the two runs has
-# "beside": the row that took turns with this one in both runs, the anchor of `lmsys.bench.changes`. If the clock of the
-# machine changed, both rows changed with it, so what counts is the change of their ratio.
+# "beside" is the anchor of `lmsys.bench.changes`: a row that took turns with this one in both runs. If the clock of the
+# machine changed, both rows changed with it, so the change of their ratio is what counts.
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
 MEANINGS = {  # of verdicts, for the table that counts them
     BROKEN: "right before, and not after",
@@ -50,11 +50,11 @@ MEANINGS = {  # of verdicts, for the table that counts them
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs of one machine, "before" and "after", and the changes of the cases that both have.
+    """Two runs of one machine, "before" and "after", and the changes of the cases that both runs have.
 
     sides     {"before": ..., "after": ...}, in this order: the machine with the records of that run alone
     margin    a share of the time, such as 0.05: a smaller change counts as none
-    in_turns  True: both are from one run, in which each row took turns with the same row of an earlier commit
+    in_turns  True: both sides are from one run, in which each row took turns with the same row of an earlier commit
     """
 
     sides: Mapping[str, load.Machine]
@@ -83,7 +83,7 @@ def read_one(path: Path, margin: float | None) -> Compared:
 
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
     """Compares rows of today with the same rows of an earlier commit, in a run with --against; None for other runs."""
-    # A record's "against" says of which earlier state its row is: {"name", "commit", "margin"}; None: a row of today.
+    # A record's "against" names the earlier state of which its row is: {"name", "commit", "margin"}; None: of today.
     if not (earlier := [case for case in machine.records if case["against"]]):
         return None
     states = [case["against"] for case in earlier]
@@ -118,7 +118,7 @@ def hold_alike(before: load.Machine, after: load.Machine) -> None:
 
 
 def of_one_side(pair: Compared) -> Iterator[str]:
-    """Yields a line for each run that has cases which the other lacks: how many, and the first."""
+    """Yields a line for each run with cases that the other run lacks: how many they are, and the first of them."""
     for run, cases in zip(pair.sides, of_one_run(*(side.records for side in pair.sides.values())), strict=True):
         if cases:
             several = len(cases) > 1
@@ -133,7 +133,7 @@ def write(pair: Compared, out: Path) -> Path:
 
 
 def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]]:
-    """(a block with how often each verdict was given and with the two runs, chapters on the changes and all cases)."""
+    """(a block with a table of verdicts and one of the two runs, chapters on what changed and on all cases)."""
     slug = pair.sides["after"].slug
     source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in pair.sides.items())
     counts = counts_of(pair.changes).items()

@@ -21,7 +21,7 @@ from lmsys.reports.contest import Question, reading_order
 FEW = 4  # if fewer rows took turns, a line says how many
 # The facts of a table's line that its CSV leaves out; `Contest.line` explains all facts of a line. `over_as` and
 # `next_as` are texts for `over`, the row that speeds are relative to, and for `next`, the second fastest row. `named`
-# lists the rows that the legend explains, and `details` is what readers see who point at a figure.
+# lists the rows that the legend explains, and `details` is the text for a reader who points at a figure.
 INNER = "details", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing"
 ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
@@ -55,7 +55,7 @@ KEYS = {  # fields that say what a training step was, and the heads of their col
     "checkpoint": "checkpoint",
     "residual": "residual",
 }
-# The values of KEYS in a case that lacks the field.
+# {field of KEYS: the value of a case that lacks it}
 PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}
 SHARES = {  # fields of a step that are shares of a rate, and the heads of their columns
     "mfu": "MFU",
@@ -90,7 +90,7 @@ def answers(machine: load.Machine) -> items.Block:
 
 
 def questions(machine: load.Machine) -> Iterator[Question]:
-    """The question that each layout asks under "fastest", and one for each benchmark without a layout.
+    """Yields the question that each layout asks under "fastest", if any, and one for each benchmark without a layout.
 
     Without a layout, a setting is a combination of values of the axes in which the benchmark's cases differ.
     """
@@ -116,7 +116,7 @@ def questions(machine: load.Machine) -> Iterator[Question]:
 
 
 def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
-    """A line for each setting, with the row that is fastest there; None where no setting has enough rows."""
+    """A table with a line for each setting: the row that is fastest there; None if no setting has enough rows."""
     settings, lines = question.settings(machine), list[fields.Record]()
     for key, cases in settings.items():
         if facts := question.answer(machine, cases):
@@ -136,7 +136,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     rows = [[line[column] for column in columns] for line in texts]
     name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
     dates_of, commands = load.run_names(machine, runs), load.commands(machine, runs)
-    # A line's `compile` may name several ways, such as "compiled or graphed": so the text of all lines is searched.
+    # A line's `compile` may name several ways, such as "compiled or graphed", so the texts of all lines are searched.
     compiled = " ".join(str(line.get("compile")) for line in lines)
     ways = words.sentence("; ".join(f"{name}: {about}" for name, about in WAYS.items() if name in compiled))
     dates = ", ".join(f"{letter} of {dates_of[run]}" for run, letter in runs.items())
@@ -166,8 +166,8 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
 def _shown_keys(question: Question, lines: Sequence[fields.Record], settings: Sequence[Sequence[object]]) -> list[str]:
     """The keys whose values a line shows as its setting: those in which lines differ, or else the first key.
 
-    A key of `question.told` is shown even if all lines have the same value of it, unless all `settings` have, too:
-    these also include settings that got no line.
+    A key of `question.told` is shown even if all lines have the same value of it, provided that `settings` differ in
+    it: these include settings that got no line.
     """
     shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
     for name, values in zip(question.keys, zip(*settings, strict=True), strict=True):
@@ -194,7 +194,7 @@ def _texts(line: fields.Record, notes: cells.Notes) -> dict[str, str]:
     disturbed = ", all of them disturbed" * (line["disturbed"] == "all")
     if line["disturbed"] == "some":
         disturbed = cells.mark(notes, DISTURBED)
-    if not line["fastest"]:  # each row was slower than some other row, which can happen if samples spread
+    if not line["fastest"]:  # `contest.UNSETTLED`; or each row was slower than some other one, as samples spread
         return {"fastest row": f"not settled{disturbed}"} | dict.fromkeys(FIGURES, "")
     row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed
     if line["rivals"]:
@@ -281,7 +281,7 @@ def _right(machine: load.Machine) -> Iterator[str]:
 
 
 def _not_run(machine: load.Machine) -> items.Table | None:
-    """A table of the reasons why rows could not run: for each its rows, and which of them did run in another run."""
+    """A table of the reasons why rows could not run: for each its rows, and those that ran in another run."""
     lines = []
     for reason, rows in verdict.not_run(machine.records).items():
         cases = [case for case in machine.records if case["impl"] in rows]

@@ -1,14 +1,17 @@
-"""Texts of table cells, with footnotes and details; and the speedups that some of them show.
+"""Makes the texts of table cells, with their footnotes and details, and adds speedups to the cases of a view.
 
 A case is one record of a result file: one row (an implementation) as it was measured with one value for each axis. A
 view is some cases of one benchmark (views.py). Rows were sampled together if they took turns, round by round, in one
 run.
 
 `cell` makes the text of one field of one case. It numbers the footnotes that the text needs in a `Notes`, which `below`
-turns into lines below the table; `detail` is what readers see who point at the cell. `compared` (`over` in layouts)
-adds speedups to a view before tables.py and plots.py draw it. A speedup is the median over rounds of the ratio of two
-rows' times; means of speedups are geometric. All modules of `lmsys.reports` that draw tables or plots call these
+turns into lines below the table. `detail` makes the text for a reader who points at the cell. `compared` (`over` in
+layouts) adds speedups to a view before tables.py and plots.py draw it. A speedup is the median over rounds of the ratio
+of two rows' times; means of speedups are geometric. All modules of `lmsys.reports` that draw tables or plots call these
 functions.
+
+A new footnote of a field is an entry of `remarks` in `cell`. A new condition of the machine, such as a clock, is an
+entry of STATE. A new ceiling, a rate that the machine reached in the same run, is an entry of CEILINGS and RATED.
 """
 
 import math
@@ -27,9 +30,9 @@ SPEEDUP = "speedup"  # the field that `compared` adds
 def baselines_of(view: views.View, otherwise: str = "") -> list[str]:
     """The names of the rows of this view that speedups may be relative to, the preferred one first.
 
-    If the user named a row by --baseline, it is that one alone. Else they are the rows with the trait `baseline` in
-    their table, the greatest first; then, for `otherwise` "peer", the peers (somebody else's rows), and for "any" the
-    peers and then ours. Rows without a time in this view are left out.
+    If the user named a row by --baseline, that row is the only one. Else the rows with the trait `baseline` in their
+    table come first, the greatest value of the trait first. If `otherwise` is "peer", the peers (somebody else's rows)
+    follow; if it is "any", the peers and then our rows. Rows without a time in this view are left out.
     """
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
     rows = view.values("impl") if otherwise else []
@@ -42,7 +45,8 @@ def baselines_of(view: views.View, otherwise: str = "") -> list[str]:
 def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> views.View:
     """Adds the field `beside`: the case of the base that a case is compared with, None where it was not run.
 
-    That case has the value `base` on `axis`, and the case's own values on the axes `same`, by default on all others.
+    The base's case has the value `base` on `axis`. On the axes `same`, by default all other axes, the two cases have
+    the same values.
     """
     same = same or [name for name in view.axes() if name not in (axis,) + views.OF_THE_ROW]
     bases = view.having(axis, [base]).index(same)
@@ -65,8 +69,8 @@ def compared(
     otherwise   as in `baselines_of`
     medians     True: a case that was not sampled together with the base gets the ratio of the two medians, not None
 
-    Also adds the field `remark`, a footnote: why a timed case has no speedup, or that its speedup is a ratio of
-    medians, if other cases of the view were sampled together with the base.
+    Also adds the field `remark`, a footnote. It says why a timed case has no speedup; or, if other cases of the view
+    were sampled together with the base, that this speedup is a ratio of medians.
     """
     base = base or next(iter(baselines_of(view, otherwise)), None)
     view, label = beside(view, base, axis, same), view.text(axis, base)
@@ -91,9 +95,9 @@ def compared(
 
 
 def _why_no_ratio(label: str, base: fields.Record | None) -> str:
-    """Says why there is no speedup over a case of the base; "" if that was timed.
+    """Says why there is no speedup over a case of the base; "" if this case was timed.
 
-    label  of the base
+    label  the label of the base
     base   its case; None: it was not run
     """
     if base is None:
@@ -123,9 +127,10 @@ def mean_text(values: Iterable[float | None]) -> str:
 
 # {share of a ceiling: the ceiling in words}
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
-RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # {rate: its share field}
+# {rate: the field of CEILINGS that states it as a share of its ceiling}
+RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}
 NOT_RUN = "–"  # the text of a cell whose case was not run
-DETAILS = "; "  # separates the facts behind a figure
+DETAILS = "; "  # separates the facts that `detail` joins
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 STEADY = 0.2  # the largest spread of the samples of a steady case, as a share of the median
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
@@ -183,7 +188,7 @@ def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, 
 
 
 def above_ceiling(name: str, case: fields.Record) -> str:
-    """The footnote on a rate above its ceiling, or on a share of a ceiling above 1; "" for others.
+    """The footnote on a rate above its ceiling, or on a share of a ceiling above 1; "" if there is nothing to note.
 
     A ceiling is the rate that a large matmul or copy reached in the same run.
     """

@@ -2,12 +2,15 @@
 
 A row is an implementation; a case is one record of a result file, of one row. A comparison is the cases that "took
 turns": they were sampled together, round by round, in one run. A setting usually has a comparison for each shape and
-run.
+run. A case was disturbed if the machine was busy or slowed while it was measured.
 
-`answers.questions` makes a `Question` of what a benchmark's layout says under "fastest", or of its axes.
-`Question.settings` sorts the timed cases into settings. `Question.answer` gives the facts of a setting's line, which
-`answers.fastest_of` writes into a table. A `Contest` compares the rows of one setting, and `verdict.fastest` says which
-row wins.
+`answers.questions` makes a `Question` of what a benchmark's layout says under "fastest", or without a layout of the
+benchmark's axes. `Question.settings` sorts the timed cases into settings. `Question.answer` gives the facts of a
+setting's line, which `answers.fastest_of` writes into a table. A `Contest` compares the rows of one setting, and
+`verdict.fastest` says which row wins.
+
+A new attribute of `Question` may at once be given in layouts. A new fact of `Contest.line` goes into the table's CSV
+unless `answers.INNER` names it; `answers._texts` decides what readers of the table see.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +24,8 @@ from lmsys.reports import cells, expressions, load, words
 
 Rows = Sequence[fields.Record]  # cases that took turns, one for each row
 ROW = itemgetter("impl")
-# Facts that a line leaves out if all its comparisons were disturbed, since the machine was busy or slowed then.
-# `Contest.line` explains these facts.
+# What a line has in place of the facts that name a winner, if some cases of its setting were undisturbed, but in no
+# comparison enough of them to decide. The line then says "not settled". `Contest.line` explains these facts.
 UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
 
 
@@ -32,17 +35,17 @@ class Question:
 
     word      ends the name of the table's file
     keys      the fields whose values make a setting, each with its label
-    bases     rows that the fastest one is compared with: the first that was timed, else the next fastest row
+    bases     rows that the fastest row is compared with: the first that took turns with it, else the next fastest row
     contends  an expression (expressions.py); the cases for which it is false do other work and take no part, such as
               the forwards of models if the question is about training steps
     about     a sentence for the caption that explains words of the lines
-    kind      the table of rows that explains their names, as in a result file's "rows"
+    kind      the kind of the table that has the labels and colours of these rows: a key of `Machine.rows`
     way       a field that says how a row was run, such as `compile`: each way counts as a row of its own; "" for none
-    told      keys that lines show even if all lines have the same value, provided that a setting without a line differs
+    told      keys that lines show even if all lines have the same value, if a setting without a line has another one
     mfu       True: a column shows the MFU (model FLOP utilisation)
     of_ours   True: a line may compare rows of this project only; else one of them must be a peer, somebody else's row
     values    expressions that replace values of fields, such as a default that older files leave out
-    before    {row: expression}: the row comes before the `bases` in settings with a case that its expression is true of
+    before    {row: expression}: the row comes before the `bases` in a setting if the expression is true of any case
     """
 
     benchmark: str
@@ -67,7 +70,7 @@ class Question:
     def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[fields.Record]]:
         """The timed cases of each setting, with the `values` of the question; settings are in reading order.
 
-        A row that was wrong in any case of a section is left out in all of the section.
+        A row that was wrong or failed (`verdict.FAILED`) in any case of a section is left out in all of the section.
         """
         cases = [
             case
@@ -89,13 +92,14 @@ class Question:
         """The facts of a setting's line, as in `Contest.line`; {} if no comparison has `enough` rows.
 
         cases  all cases of the setting
-        The fact `disturbed` says of how many compared cases the machine was disturbed: "all", "some", or None.
+
+        The fact `disturbed` says how many of the compared cases were disturbed: "all", "some", or None for none.
         """
         compared = list(filter(self.enough, fields.grouped((str(case["comparison"]), case) for case in cases).values()))
         if not compared:
             return {}
         bases = [name for name, test in self.before.items() if any(map(partial(expressions.value_of, test), cases))]
-        deciders = verdict.deciding(compared, self.enough)  # comparisons that were not disturbed
+        deciders = verdict.deciding(compared, self.enough)  # their undisturbed cases, or all if none was undisturbed
         decisive = Contest(machine, deciders or compared, bases + list(self.bases), self.way).of_best_run()
         flags = [bool(case.get("disturbed")) for case in chain.from_iterable(compared)]
         disturbed = "all" if all(flags) else "some" if any(flags) else None
@@ -120,7 +124,7 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
 class Contest:
     """The comparisons of one setting.
 
-    comparisons  each is the cases that took turns, usually of one shape in one run
+    comparisons  for each its cases, usually of one shape in one run
     bases, way   as in `Question`
 
     `Question.answer` makes a Contest, chooses a run by `of_best_run`, and asks it for its `line`.
@@ -139,18 +143,18 @@ class Contest:
     def of_best_run(self) -> "Contest":
         """The comparisons of one run alone: the run that names the fastest row most reliably, by `rank`.
 
-        The fastest row may be missing in a run that lacks the preferred base, or rows that were fastest in other runs.
+        A run that lacks the preferred base, or a row that was fastest in another run, may lack the fastest row.
         """
         shapes = fields.grouped(zip(map(_shape, self.cases), self.cases, strict=True))
         winners = {self.run_as(min(cases, key=verdict.time_of)) for cases in shapes.values()}
         runs = fields.grouped((rows[0]["run"], rows) for rows in self.comparisons)
 
         def rank(run: int) -> tuple[int, int, int, int, int]:
-            """A key of which the best run has the greatest.
+            """A key that is greatest for the best run.
 
-            It is (how early the first base that the run has stands among the bases, how many of its rows are fastest in
-            a shape in any run, in how many of its comparisons all such rows took turns, how many rows it has, how late
-            it is).
+            It says in this order: how early in `bases` the first base stands that the run has; how many of the run's
+            rows were the fastest of a shape in any run; in how many of its comparisons all such rows took turns; how
+            many rows it has; how late it is.
             """
             cases = list(chain.from_iterable(runs[run]))
             names = set(chain.from_iterable(map(_names, cases)))
@@ -169,8 +173,9 @@ class Contest:
         """The facts of the setting's line, by name. `others`: the setting's cases in all runs.
 
         row, called           the name of the fastest row, and the name with the way it was run, as readers see it
-        FIELD OF `way`        how the fastest row was run, under the name of the field that `way` names, if it does
-        fastest, comparisons  in how many comparisons the row was fastest or near it, of how many that it took part in
+        the field `way`       how the fastest row was run; left out if `way` is ""
+        fastest, comparisons  in how many comparisons the row was fastest or near it (`verdict.NEAR`), and in how many
+                              it took part
         rows                  how many rows took turns
         over, speedup         the base, and the fastest row's geometric mean speedup over it
         next, lead            the next fastest row, and the speedup over it
@@ -178,8 +183,8 @@ class Contest:
         shape, measured       the axes of that case, and its (time, rate), both in words
         mfu                   the highest MFU of the fastest row
         run, date, commit     the run that decides: its place in `Machine.runs`, its date and its commit
-        unsteady              True if samples of the fastest row or of the base spread far
-        rivals                rows that took less time for a shape in another run
+        unsteady              True if samples of the fastest row or of the base spread far (`cells.STEADY`)
+        rivals                other rows that took less time for a shape in another run
         standing              {row: its speed as a share of the fastest row's}
         details, named, over_as, next_as  texts for the table, which `answers.INNER` explains
         """
@@ -245,7 +250,7 @@ class Contest:
         return {"over": base, "speedup": speeds[base][1], "next": following, "lead": speeds[following][1]}
 
     def _rivals(self, best: Sequence[fields.Record], others: Sequence[fields.Record]) -> list[str]:
-        """Rows outside of this contest that took less time in another run, for a shape of the fastest row.
+        """Rows outside of this contest that, in another run, took less time for a shape than the fastest row took here.
 
         best    the fastest row's cases
         others  the setting's cases in all runs
@@ -284,17 +289,17 @@ def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record
 def ratio_of_best(rows: Rows, ours: str, theirs: str) -> float | None:
     """The time of `theirs` over that of `ours`, two rows or strategies; None where one of them has no case.
 
-    Each is represented by its fastest case, such as its best size of buckets.
+    Each of the two is represented by its fastest case, such as that with the best size of buckets.
     """
     pair = best_of([rows], ours) + best_of([rows], theirs)
     return verdict.ratio_of(pair[0], pair[1]) if len(pair) == 2 else None
 
 
 def _names(case: fields.Record) -> tuple[str, str]:
-    """The names by which a base may name a case: its row, or its strategy, which has a row for each size of buckets."""
+    """The names of a case in `bases`: its row, and its strategy, which has a row for each size of buckets."""
     return case["impl"], case.get("strategy") or ""
 
 
 def _shape(case: fields.Record) -> str:
-    """The name of the case's comparison without its run's date, which stands behind a space."""
+    """The name of the case's comparison without the date of the run, which stands behind a space."""
     return str(case["comparison"]).partition(" ")[0]

@@ -6,8 +6,8 @@ contest.py and tables.py call `value_of`, which evaluates an expression for a ca
 field, and for None if the case lacks the field.
 
 An expression may have numbers, texts, f-strings, tuples, arithmetic, `and`, `or`, `not`, `a if b else c`,
-`field["key"]`, calls of FUNCTIONS, and comparisons of two values: `a < b < c` is refused. All else is refused too,
-since anybody may write a result file. Add a function to FUNCTIONS, an operator to OPERATORS.
+`field["key"]`, calls of FUNCTIONS, and comparisons of two values: `a < b < c` is refused. Everything else is refused,
+too, since anybody may write a result file. A new function is an entry of FUNCTIONS, a new operator one of OPERATORS.
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any
 from lmsys.reports import load, words
 from lmsys.values import hold, shortly
 
-MOST_CHARACTERS = 1000
+MOST_CHARACTERS = 1000  # the greatest length of an expression, since a long one could take much time and memory
 # Formats of numbers in f-strings, with at most nine decimals: {x:999999999} or {x:.999999999} could fill the memory.
 FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"
 
@@ -32,7 +32,7 @@ def product(a: Any, b: Any) -> Any:
     raise TypeError("only numbers are multiplied")
 
 
-# Functions are pure, cheap and small in what they return: a result file chooses their arguments.
+# A function here must be pure and cheap, and must not return much, since a result file chooses its arguments.
 FUNCTIONS: dict[str, Any] = {
     "abs": abs,
     "ended": words.OUTCOMES.get,  # the word for an outcome without a time, such as "OOM"; None for "ok"

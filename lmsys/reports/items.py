@@ -1,6 +1,7 @@
 """The parts of a report, as data: `Table` and `Plot` with their files, `Block` and `Chapter` that hold them.
 
-`tables`, `plots`, `special`, `answers` and `against` make these objects; `page` and the templates read them.
+`tables`, `plots`, `special`, `answers` and `against` make these objects; `page` and the templates read them. A new
+attribute is shown only if templates/figures.html, or `Table.markdown`, reads it.
 """
 
 import csv
@@ -21,8 +22,8 @@ class Table:
     keys     how many of the first columns say what a line is about; the others hold figures
     source   where its numbers are from: machine, versions, commits, dates
     best     the places, (line, column), of each line's best figures; only rows that were sampled together compete
-    details  {(line, column): the text that readers see who point at the figure there}
-    runs     (the run in words, its command) for each run that its lines come from
+    details  {(line, column): the text for a reader who points at the figure there}
+    runs     (the run in words, its command) for each run that the lines come from
     plot     a drawing of the same figures
     answer   a sentence that sums the table up, shown while its chapter is folded
     """
@@ -89,7 +90,7 @@ def _no_formula(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing; `name` is the stem of its file."""
+    """A drawing, as an SVG text; `name` is the stem of its file's name."""
 
     name: str
     title: str

@@ -10,12 +10,13 @@ in result files; `Benchmark.layout` declares one:
 
 A STEP is the name of a function of `lmsys.reports.steps` and its arguments, such as ["only", "time_s is not None"]. It
 takes a view (some cases of the benchmark, views.py) and gives another view or several, such as one for each value of a
-field. An ITEM is one step, or a list of steps, of which the last makes tables or plots, such as
+field. An ITEM is one step, or a list of steps; the last step makes tables or plots, such as
 ["pivot", ["time_s"], ["batch"]]. A chapter is drawn for each combination of values of the fields that stand in braces
-in its title, and a block for each view that its "of" steps make; where it has "blocks" instead, these are drawn for
-each of the views. Of the items of a block the page shows the first table and plot of "lead", and folds all others. In a
-block's title, {heading} stands for a comma and what the cases of its view have in common. The steps under "prepare"
-come before all chapters, and make one view, of which every chapter is drawn. Beside "chapters" there may also be:
+in its title. A block is drawn for each view that its "of" steps make. A block with "blocks" draws these for each view,
+in place of "lead" and "more". The page shows the first table and the first plot of "lead", and folds all other items.
+In a block's title, {heading} stands for a comma and what the cases of its view have in common. The steps under
+"prepare" come before all chapters; every chapter is drawn from the one view that they make. Beside "chapters" there may
+also be:
 
     "place"    a number: benchmarks are on the page in the order of these numbers
     "words"    {FIELD: {VALUE: word}}: the words for values of fields, in the order in which tables list them
@@ -25,9 +26,10 @@ come before all chapters, and make one view, of which every chapter is drawn. Be
                `benchmark`
 
 The docstring of a step's function says what its arguments are. Lists of fields may have signs, such as "@?" for all
-axes that vary, and "time_s!" for a field if any case has a value of it: `View.chosen` lists them. `View.cut` explains
-the braces and brackets in its texts, and `lmsys.reports.expressions` says what an expression may be. `of_any` is the
-layout of benchmarks that declare none. benchmarks/layouts.py has examples.
+axes that vary, and "time_s!" for a field if any case has a value of it: `View.chosen` lists the signs. `View.cut`
+explains the braces and brackets in its texts, and `lmsys.reports.expressions` says what an expression may be. `of_any`
+is the layout of benchmarks that declare none. benchmarks/layouts.py has examples. A new key of a layout needs code that
+reads it: here, in `load.Machine` ("place", "words") or in page.py ("letters").
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,8 +59,8 @@ def chapters(view: views.View) -> list[items.Chapter]:
 def rehearse(result: Mapping[str, Any]) -> None:
     """Draws the layouts of a result whose records are made up. LayoutError for a wrong name, text or step in a layout.
 
-    The bench calls it before a run, so that a mistake in a layout is reported then. An error that the values of these
-    records cause is ignored: measured records may have other values.
+    The bench calls this before a run, so that a mistake in a layout is reported before anything is measured. An error
+    that the values of these records cause is ignored: measured records may have other values.
     """
     for machine in load.machines_in(result, result["records"]):
         for name in set(machine.benchmarks) & machine.layouts.keys():
@@ -81,7 +83,7 @@ def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
 
 
 def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
-    """Yields a block for each view that the "of" steps make, or, for each of these views, the blocks inside."""
+    """Yields a block for each view that the "of" steps make, or for each of these views the blocks inside this one."""
     for name in declared:
         choice(name, ("title", "of", "lead", "more", "blocks"), f"{name!r} in a block: ")
     for part in steps.applied(view, declared.get("of", ())):
@@ -128,7 +130,7 @@ def of_any(name: str) -> Layout:
 
 
 def of_energy(name: str, labels: Mapping[str, str]) -> Layout:
-    """The layout of a chapter on energy, of a call and of a token: a table for each section.
+    """The layout of a chapter on the energy of a call and of a token: a table for each section.
 
     labels  {field: its label in these tables}
     """

@@ -1,11 +1,11 @@
-"""Reads result files as one result: `read` takes paths and returns a `Machine` for each machine that they are from.
+"""Reads result files as one result: `read` takes their paths and returns a `Machine` for each machine in them.
 
 A record, also called a case, is a dict: one row (an implementation) as it was measured with one value for each axis. A
 `Machine` has the records of one machine, the declarations of their fields, the tables that rows come from, and the runs
 that records are from, with their commits and commands. `__main__` and `against` call `read`. For a run that has no file
-yet, `terminal` and `layout.rehearse` call `machines_in`, which makes its `Machine`. All else in `lmsys.reports` gets a
-`Machine` and opens no result file. The last functions turn facts of runs into words: titles, dates, commits, commands
-and the labels of rows. A new fact for captions is an entry of FACTS.
+yet, `terminal` and `layout.rehearse` call `machines_in`, which makes its `Machine`. All other modules of
+`lmsys.reports` get a `Machine` and open no result file. The last functions turn facts of runs into words: titles,
+dates, commits, commands and the labels of rows. To show another fact of runs in captions, add it to FACTS.
 """
 
 import difflib
@@ -24,17 +24,17 @@ from lmsys.bench.fields import COMMON, IDENTITY, Field, Record, grouped
 from lmsys.reports.words import VALUES
 from lmsys.values import hold
 
-# Runs that agree in these facts are of one machine. Versions, driver, commit and the host of a GPU may differ: captions
-# name them.
+# Runs that agree in these facts are of one machine (`hardware_of`). Versions, driver, commit and the host of a GPU may
+# differ: captions name them.
 HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
 LAST = 1000  # where a benchmark stands on the page if its layout states no place
 LONGEST_NAME = 120  # of a file, in characters
 # {fact of a run: its name in captions}
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
-Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
-# (date, facts of the run and its machine as JSON). The date is "" if it is unknown, and in `machines_in`, where all
-# records are of one run, so that no runs are put in order.
+Rows = dict[str, dict[str, Record]]  # by kind of table, such as "attention", and name, in the table's order
+# (date, facts of the run and its machine as JSON). Runs are sorted by date; the date is "" if it is unknown,
+# and in `machines_in`, whose records all belong to one run.
 Run = tuple[str, str]
 
 
@@ -60,11 +60,11 @@ def no_field(name: str, known: Collection[str]) -> str:
 def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | None = None) -> Iterator[None]:
     """A context in which errors that a layout causes become a LayoutError, since a file may have any layout.
 
-    A KeyError or ValueError means that the layout is not right, as does a TypeError by which a step refuses its
-    arguments. An ArithmeticError, AttributeError, another TypeError or LookupError becomes a ValuesError: the layout
-    may be right, and fail on these records alone.
+    A KeyError, a ValueError, and a TypeError by which a step refuses its arguments mean that the layout is wrong. An
+    ArithmeticError, an AttributeError, and any other TypeError or LookupError become a ValuesError: the layout may be
+    right, and fail on these records alone.
 
-    place  which part of the layout is drawn, for the message
+    place  the part of the layout that is drawn, for the message
     known  the fields that a misspelt name may have meant
     """
     try:
@@ -107,7 +107,10 @@ class Machine:
         return sorted(names, key=lambda name: (self.layouts.get(name, {}).get("place", LAST), name))
 
     def words_of(self, *benchmarks: str) -> dict[str, Mapping[Any, str]]:
-        """{field: {value: word}}, in the order in which tables list values: `words.VALUES` and these layouts' words."""
+        """{field: {value: word}}, in the order in which tables list values.
+
+        The words are those of `words.VALUES` and of the layouts of these benchmarks.
+        """
         words = dict(VALUES)
         for name in benchmarks:
             for field_name, words_of_layout in self.layouts.get(name, {}).get("words", {}).items():
@@ -145,15 +148,14 @@ class Machine:
 def read(paths: Iterable[Path]) -> list[Machine]:
     """The machines of these result files.
 
-    If several files have the same case, the run of the latest date counts, whatever the order of the files. InputError,
-    with the path, for a file that is absent, no result file, or of another schema. InputError, too, if there are no
-    records.
+    If several files have the same case, the run of the latest date counts, whatever the order of the files. InputError
+    if there are no records, and, with the path, for a file that is absent, is no result file, or has another schema.
     """
     paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
     # {(hardware, identity of a case): (hardware, its run, its record)}
     cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
-    # Dates are ISO 8601 in UTC, so text sorts as time, and an undated run is the first. The sort is stable: among files
-    # of one date, such as the parts of one run, the last named wins.
+    # Dates are ISO 8601 in UTC, so their texts sort by time, and an undated run is the first. The sort is stable: among
+    # files of one date, such as the parts of one run, the file that is named last wins.
     for result in sorted(map(_load, paths), key=lambda result: str(result["machine"].get("date") or "")):
         machine = result["machine"]
         for benchmark, declared in result["fields"].items():
@@ -161,8 +163,8 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         layouts |= result["layouts"]
         for kind, table in result["rows"].items():
             before = rows.get(kind, {})
-            # Rows get the order of the later file. For a row without a case there, that file has fewer traits, so the
-            # traits of earlier files are kept.
+            # Rows get the order of the later file. A file has fewer traits of rows without a case in it, so the traits
+            # of earlier files are kept.
             rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         hardware = hardware_of(machine)
         run = str(machine.get("date") or ""), json.dumps(machine, sort_keys=True)
@@ -179,7 +181,7 @@ def hardware_of(machine: Mapping[str, Any]) -> str:
 
 
 def _load(path: Path) -> Record:
-    """A result file's content, as `by_name` gives it; InputError with the path."""
+    """A result file's content, as `by_name` gives it. InputError, with the path, for a file that cannot be read."""
     try:
         return by_name(record.load(path))
     except (AttributeError, KeyError, TypeError) as error:
@@ -192,7 +194,7 @@ def _load(path: Path) -> Record:
 
 
 def by_name(result: Record) -> Record:
-    """The content of a result file, with fields and rows by name in place of lists."""
+    """The content of a result file, with mappings by name in place of its lists of fields and rows."""
     return result | {
         "fields": {
             name: {field["name"]: Field(**field) for field in declared} for name, declared in result["fields"].items()
@@ -202,7 +204,7 @@ def by_name(result: Record) -> Record:
 
 
 def machines_in(result: Mapping[str, Any], records: Iterable[Record]) -> Iterator[Machine]:
-    """Yields the `Machine` of records of one result, a file's or that of a run that has not written its file yet."""
+    """Yields the `Machine` of some records of one result, which may be that of a run that has not written its file."""
     named, run = by_name(dict(result)), ("", json.dumps(result["machine"]))
     return machines_of([("", run, case) for case in records], named["fields"], named["rows"], result["layouts"])
 
@@ -210,7 +212,7 @@ def machines_in(result: Mapping[str, Any], records: Iterable[Record]) -> Iterato
 def machines_of(
     cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
 ) -> Iterator[Machine]:
-    """Yields each machine with its cases. `cases`: (hardware, run, record); equal hardware means one machine."""
+    """Yields each machine with its cases. `cases`: (hardware, run, record); equal hardware is one machine."""
     taken: Counter[str] = Counter()
     for _, of_machine in sorted(grouped((hardware, (run, case)) for hardware, run, case in cases).items()):
         runs = sorted({run for run, _ in of_machine})
@@ -267,7 +269,7 @@ def run_names(machine: Machine, runs: Iterable[int]) -> dict[int, str]:
 
 
 def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]]:
-    """{run: (its date and commit in words, the command that made it)}."""
+    """{index of a run: (its date and commit in words, the command that made it)}."""
     return {
         run: (f"{name}, {commit_of(machine.runs[run])}", str(machine.runs[run].get("command") or "an unknown command"))
         for run, name in run_names(machine, runs).items()
@@ -277,7 +279,7 @@ def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]
 def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:
     """Sentences that explain names of rows by the labels in their table: one on our rows, one on others' rows.
 
-    kind  of the table, a key of `Machine.rows`
+    kind  the kind of the table: a key of `Machine.rows`
     """
     table, names = machine.rows.get(kind, {}), set(names)
     rows: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}

@@ -5,8 +5,9 @@
 blocks and chapters (items.py) by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of their own
 by `render` and `fill`. page.css has the styles, page.js what a click does.
 
-Templates call the class `Figures`, which knows what one page has shown so far, and the functions below it, as filters:
-TEMPLATES.filters, at the end of this file, lists these. They return plain texts, which the templates escape.
+Templates call the methods of `Figures`, which knows what one page has shown so far. They also call the functions below
+that class as filters, which TEMPLATES.filters lists at the end of this file. All of these return plain texts, which the
+templates escape. To show another fact of a run, add it to FACTS; another setting of a machine, to SETTINGS.
 """
 
 import base64
@@ -152,8 +153,8 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
         print(f"{out / name}: left, since it is not as a report wrote it", file=sys.stderr)
     for name in written:
         (out / name).unlink()
-    # The manifest comes first, and each file is written whole or not at all: so the next run knows all files that an
-    # interrupted one leaves.
+    # The manifest is written first, and each file whole or not at all. So after an interruption the next run knows all
+    # files that this one has left.
     write_json(out / MANIFEST, {"files": {name: hashlib.sha256(x).hexdigest() for name, x in contents.items()}})
     for name, content in contents.items():
         with replacing(out / name) as file:
@@ -189,7 +190,7 @@ class Figures:
 
     single_file: bool
     _shown: set[str] = field(default_factory=set, init=False)  # anchors
-    # By the first line of a caption, the anchor of the first figure that has it.
+    # {first line of a caption: the anchor of the first figure with this line}
     _explained: dict[str, str] = field(default_factory=dict, init=False)
 
     def is_new(self, anchor: str) -> bool:
@@ -209,7 +210,7 @@ class Figures:
         return about, first if first != anchor and len(about) > BRIEF else "", rest
 
     def parts(self, block: items.Block) -> list[list[items.Table | items.Plot]]:
-        """[the first table and plot of a block, all others], without sentences that are further up in the block."""
+        """[the first table and plot of a block's `lead`, all other items], without sentences that stand further up."""
         known = set[str]()
         first = of_kind(items.Table, block.lead)[:1] + of_kind(items.Plot, block.lead)[:1]
         more = [item for item in block.items if item not in first]
@@ -222,7 +223,7 @@ def of_kind(kind: Any, figures: Iterable[items.Table | items.Plot | None]) -> li
 
 
 def brief(item: items.Table | items.Plot) -> str:
-    """The figure's title up to the first " · ": the rest repeats the heading above."""
+    """The figure's title up to the first " · ", after which it repeats the heading above."""
     return item.title.partition(" · ")[0]
 
 
@@ -285,7 +286,7 @@ def runs_of(machine: load.Machine) -> tuple[str, str]:
 
 
 def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, list[str]]]:
-    """({name: text} of the facts that are the same in all runs, {name: its text in each run} of the other facts)."""
+    """({name: text} of the facts that are the same in all runs, {name: [text in each run]} of the other facts)."""
     facts = list(map(_of_run, runs))
     common = {name: text for name, text in facts[0].items() if all(run.get(name) == text for run in facts)}
     others = [name for name in dict.fromkeys(chain.from_iterable(facts)) if name not in common]

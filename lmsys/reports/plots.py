@@ -5,8 +5,8 @@ Layouts call these functions as steps (`steps.STEPS`). Each returns an `items.Pl
 or None if there is too little to draw. The same cases give the same bytes.
 
 To add a plot, write a function that begins with `canvas`, which makes axes in the style of all plots, and ends with
-`drawn`, which turns them into an `items.Plot`, and enter it in `steps.STEPS`. The plots of `special` are made so, too;
-`answers` ends with `to_svg` in place of `drawn`. Colours of rows come from the view's `styles`.
+`drawn`, which turns them into an `items.Plot`, and enter it in `steps.STEPS`. `special` makes its plots in this way,
+too; `answers` calls `to_svg` in place of `drawn`. Colours of rows come from the view's `styles`.
 """
 
 import io
@@ -24,7 +24,7 @@ from lmsys.bench.fields import Field
 from lmsys.reports import cells, items, tables, views, words
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
-INK = "#111827"
+INK = "#111827"  # the colour of text and of ceilings
 # The style of the dotted line of a ceiling, as arguments of matplotlib.
 CEILING = {"color": INK, "linewidth": 1.0, "linestyle": (0, (1, 1.5)), "zorder": 1}
 RC = {  # matplotlib's settings, for all plots
@@ -95,7 +95,7 @@ def to_svg(axes: Any, name: str, title: str) -> str:
 
 
 def add_legend(axes: Any) -> None:
-    """Puts a legend below the drawing, which grows by as much: in two columns, or one where two are too wide."""
+    """Puts a legend below the drawing, for which the figure grows: in two columns, or in one if two are too wide."""
     figure, (handles, labels) = axes.figure, axes.get_legend_handles_labels()
     height = figure.get_figheight()
     for columns in (2, 1) if labels else ():
@@ -107,7 +107,7 @@ def add_legend(axes: Any) -> None:
 
 
 def crowded(labels: Sequence[str]) -> bool:
-    """True where labels side by side on an x axis, which has room for 45 characters, would overlap unless slanted."""
+    """True if labels side by side on an x axis would overlap unless slanted: it has room for 45 characters."""
     return len(labels) * max(map(len, labels), default=0) > 45
 
 
@@ -262,8 +262,8 @@ def bars(
 ) -> items.Plot | None:
     """A plot with a group of bars for each value of an axis, and in it a bar for each value of `by`; None without bars.
 
-    A word in place of a bar says how its case ended. The y axis begins at zero; it is logarithmic if the highest bar is
-    ten times the lowest or more.
+    A word in place of a bar says how its case ended. The y axis begins at zero, or it is logarithmic if the highest bar
+    is at least ten times as high as the lowest.
 
     metric, axis, by   names of fields
     word, head, about  replace what the metric gives for the file's name, the title and the caption

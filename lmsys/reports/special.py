@@ -5,8 +5,8 @@ calls the functions here as it calls those of steps.py, with a view (some cases 
 arguments that the layout states. To add a step for one benchmark, write a function here below `@steps.step`, which
 enters it into `steps.STEPS`.
 
-WAYS are the axes that say how a model is run. In a table of model sizes one of them may vary; the values of the others
-are in its file's name.
+WAYS are the axes that say how a model is run. In a table of model sizes at most one of them varies; the values of the
+others are in the name of the table's file.
 """
 
 import math
@@ -80,7 +80,7 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
 
 @steps.step
 def peak(view: views.View, dtype: str) -> views.View:
-    """Adds `peak`, the best rate of a large matmul in these cases' runs, in TFLOP/s, and `peak_text`, that in words.
+    """Adds `peak`, the best rate of a large matmul in these cases' runs, in TFLOP/s, and `peak_text`, which states it.
 
     dtype  the field that names the dtype of the matmul
 
@@ -96,7 +96,7 @@ def peak(view: views.View, dtype: str) -> views.View:
 
 @steps.step
 def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
-    """Adds the field `name`, the same for all cases: True if they have one shape, and differ in a field of `ways`.
+    """Adds the field `name` to all cases: True if they have one shape and differ in a field of `ways`, else False.
 
     shape  the fields whose values are the shape
     """
@@ -105,20 +105,20 @@ def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[
 
 @steps.step
 def each_way(view: views.View) -> list[views.View]:
-    """Splits the view by all WAYS; headings and file names say which part is which (`_with_names`)."""
+    """Splits the view by all WAYS; headings and file names state the values of a part (`_with_names`)."""
     return [_with_names(view, part) for part in view.groups(WAYS).values()]
 
 
 def _varying(view: views.View, axis: str) -> list[views.View]:
-    """Splits the view by all WAYS but `axis`: of these fields it alone may vary in a part."""
+    """Splits the view by all WAYS but `axis`, the only one of these fields that may vary in a part."""
     return list(view.groups([name for name in WAYS if name != axis]).values())
 
 
 def _with_names(whole: views.View, part: views.View) -> views.View:
     """The part, with its constant values of WAYS in its file names and its heading.
 
-    The file names leave out a field of which the whole has only the value in PLAIN. The heading leaves out a field that
-    does not vary in the whole.
+    The file names leave out a field if all cases of the whole have the value in PLAIN. The heading leaves out a field
+    that does not vary in the whole.
 
     whole, part  the view before and after it was split by WAYS
     """
@@ -171,7 +171,7 @@ def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
 
 @steps.step
 def times_by_size(view: views.View) -> items.Items:
-    """Tables of times and speedups for each part in which exactly one of WAYS varies; then times of all other cases."""
+    """Tables of times and speedups for each part in which one of WAYS varies, then of the times of all other cases."""
     varied = [(axis, part) for axis in WAYS for part in _varying(view, axis) if part.varies(axis)]
     seen, figures = set[str](), list[items.Table | items.Plot | None]()
     for axis, part in varied:
@@ -199,7 +199,8 @@ def best(
 ) -> items.Table | None:
     """A table with a line for each value of the field `by`: the case with the largest value of the field `of`.
 
-    mode           the field that holds the mode, such as forward or step; only cases of the last mode count
+    mode           the field that holds the mode, such as forward or step; only cases of the last mode, in reading
+                   order, count
     keys, metrics  the fields of the columns, as in `tables.listing`
     """
     most = steps.one_of_each(steps.last_of(view.only(of), mode), [by], of)
@@ -210,12 +211,12 @@ def best(
 
 @steps.step
 def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
-    """Our cases, with their speedup over a peer (somebody else's model), which is run in the way that suits it best.
+    """Our cases, with their speedup over a peer (somebody else's model) in the fastest way in which that was run.
 
     ways  the fields that say how a model is run; our cases and the peer's fastest case may differ in them
 
-    Adds fields with what captions say of the peer: `theirs`, `their_label`, `their_about` and `peers`. [] if there is
-    no peer.
+    Adds four fields for texts about the peer: `theirs` (its row), `their_label`, `their_about` (what the speedup is),
+    and `peers` (the row's name with a capital). [] if there is no peer.
     """
     peers = view.only("peer").column("impl")
     if not peers:
@@ -244,8 +245,8 @@ def predicted(
 ) -> items.Table | None:
     """A table of a memory metric as measured, and as predicted in the field `expected`; both in bytes.
 
-    asks  sections of a sweep that ask which cases fit the memory of the machine. In these, and under a memory limit,
-          the table also says which cases were predicted to fit, and which did
+    asks  sections of a sweep that ask which cases fit into the memory of the machine. In these sections, and under a
+          memory limit, the table also says which cases were predicted to fit, and which cases did fit
     """
     limit = view.first["memory_limit_bytes"]
     room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
@@ -305,7 +306,7 @@ def overlap(view: views.View, about: str) -> list[items.Plot]:
     """A plot of when a training step computes and when it communicates.
 
     Each case has two lanes, computation above and communication below. Only cases of the first batch size are drawn;
-    there is no plot if no case's timeline has communication.
+    [] if no case's timeline has communication.
 
     A case's field `timeline` has spans (kind, start, end), in seconds; the kind is a key of COLOURS.
     """

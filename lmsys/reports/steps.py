@@ -65,7 +65,7 @@ def step(function: Any) -> Any:
 def applied(view: views.View, steps: Steps) -> list[Any]:
     """Applies one step, or several one after another, and returns the results of the last one.
 
-    Each step is applied to every result of the step before. A mapping at the end of a step's arguments is its keyword
+    Each step is applied to every result of the step before. A mapping at the end of a step's arguments has its keyword
     arguments. ValueError for a name that is not in STEPS.
     """
     results: list[Any] = [view]
@@ -85,7 +85,7 @@ def applied(view: views.View, steps: Steps) -> list[Any]:
 
 @step
 def if_varies(view: views.View, name: str, varies: bool = True) -> list[views.View]:
-    """Keeps the view if the field varies among its cases, or with `varies=False` if it does not; else gives no view."""
+    """Gives the view itself if the field varies in its cases, or with `varies=False` if it does not; else no view."""
     return [view] * bool(view.cases and view.varies(name) == varies)
 
 
@@ -111,7 +111,7 @@ def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views
 
 @step
 def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.View]:
-    """One of the parts that `View.cut` makes, by its place: 0 is the first, -1 the last."""
+    """One of the parts that `View.cut` makes of `stem` and `heading`: `place` 0 is the first, -1 the last."""
     return list(view.cut(stem, heading))[place:][:1]
 
 
@@ -217,7 +217,11 @@ def traits(view: views.View, row: str, trait: str) -> views.View:
 
 @step
 def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str = "") -> views.View:
-    """Adds the field `base`, by default the table's baseline row, and `beside`, the base's case (`cells.beside`)."""
+    """Adds the field `base`, the row to compare with, and `beside`, the case of that row (`cells.beside`).
+
+    axis, same  as in `cells.beside`
+    base        the row; by default the one with the trait `baseline` in the table of the field `axis`
+    """
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
     return cells.beside(view, base, axis, same).adding({"base": base})
 
@@ -226,8 +230,8 @@ def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str 
 def points(view: views.View, step: str, value: str, values: str, at: str = "") -> views.View:
     """Puts a case in place of each point of a curve, with its coordinates in the fields `step` and `value`.
 
-    The field `values` of a case has the list of the curve's heights, the field `at` that of its places, by default 1,
-    2, 3, ...
+    The field `values` of a case has the list of the curve's heights, and the field `at` the list of its places, by
+    default 1, 2, 3, ...
     """
 
     def points_of(case: Record) -> list[Record]:
@@ -254,7 +258,7 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
     """Plots each metric against the axis with the most values, of those whose values are all numbers.
 
-    There is a plot for each combination of values of the other axes, in which rows are lines. Nothing is drawn if no
+    There is a plot for each combination of values of the other axes; in it each row is a line. Nothing is drawn if no
     axis has only numbers.
     """
     numbers = [name for name in view.chosen(["@?", "-impl"]) if set(map(type, view.values(name))) <= {int, float}]
@@ -274,7 +278,7 @@ def over_bases(
     keys       fields of the first columns
     same       as in `cells.beside`
     otherwise  as in `cells.baselines_of`
-    shares     True: it also has the peak memory as a share of each baseline's
+    shares     True: the table also has the peak memory as a share of each baseline's
     """
     metrics, bases = view.metrics(), cells.baselines_of(view, otherwise)
     for base in bases:

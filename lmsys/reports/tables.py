@@ -1,13 +1,14 @@
-"""Tables of a view: `pivot`, `listing`, `endings`, `means` and `same_bits`, which are steps of layouts, and helpers.
+"""Makes tables of a view by `pivot`, `listing`, `endings`, `means` and `same_bits`, which are steps of layouts.
 
 A view is some cases of one benchmark (views.py); a case is one record of a result file, of one row (an implementation).
 `pivot` spreads one metric over lines and columns, `listing` has a line for each case with all its metrics, `endings`
 counts how cases ended, `means` has geometric means of speedups, and `same_bits` says which rows give the same bits
 when they are called again. Each returns an `items.Table`, or None if there is nothing to show. The table has texts of
-cells (cells.py), marks the best figure of each line, and has the data of its CSV file.
+cells (cells.py) and the data of its CSV file; `pivot` and `listing` also mark the best figure of each line.
 
 `steps` calls these functions with a layout's arguments: `word` ends the name of the table's file, and `word` and
-`title` may have names of fields in braces. `answers` and `special` use the helpers.
+`title` may have names of fields in braces. `answers`, `plots`, `special` and `terminal` use the helpers. A new kind of
+table is a function here that returns an `items.Table`, and an entry of `steps.STEPS`.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ from lmsys.reports import cells, expressions, items, load, views, words
 ENDINGS = ["timed", "verified, untimed"] + list(words.MEANINGS.values())  # how a case may end, in words
 LEFT_OUT = "Left out, as no case of it could run"  # begins a note
 Place = tuple[int, int]  # a cell's line and column
-# It ends captions if a case was disturbed: the machine was busy or slowed while it was measured.
+# Ends captions if a case was disturbed: the machine was busy or slowed while the case was measured.
 ASIDE = " Disturbed cases count only where a row has no others."
 SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # fields that a CSV has beside the time
 Line = Sequence[fields.Record | None]  # the cases in the cells of a line; None for one that was not run
@@ -58,7 +59,7 @@ def pivot(
     about    the caption's first sentence; by default what the metric's declaration says
     data     fields of the CSV, by default the metric
 
-    None if there is no number to show. For the time there is always a table, since its cells tell how cases ended.
+    None if there is no number to show; but the time always has a table, since its cells tell how cases ended.
     """
     field, is_speedup = view.fields[metric], metric == cells.SPEEDUP
     if metric != "time_s" and not view.has(metric) or is_speedup and not cells.is_compared(view):
@@ -67,14 +68,14 @@ def pivot(
     cases = view.index(rows + [columns, inside] if inside else rows + [columns])
     view, left_out = _without_unsupported(view, columns)
     heads = view.values(columns)
-    # Ends of the keys of `cases`: one for each case of a cell, or () if a cell has a single case.
+    # The last parts of the keys of `cases`: one for each case of a cell, or () if a cell has a single case.
     inner: list[views.Key] = [(value,) for value in view.values(inside)] if inside else [()]
     is_single, clocked, notes = len(inner) == 1, words.is_clocked(field), cells.Notes()
     compares = clocked and not is_speedup and "impl" in (columns, inside)
-    # By place, `best` has the best cases, and `details` the texts that readers see who point there.
+    # By place, `best` has the best cases, and `details` the texts for a reader who points there.
     lines, best, details = list[list[str]](), dict[Place, fields.Record](), dict[Place, str]()
     for key, part in view.ordered(*rows).groups(rows).items():
-        groups = []  # for each cell of this line, its cases; `line` has the cases of all cells
+        groups = []  # the cases of each cell of this line; `line` has the cases of all its cells
         for head in heads:
             groups.append([cases.get(key + (head,) + value) for value in inner])
         line, texts = sum(groups, []), view.texts(rows, part.first)
@@ -85,7 +86,7 @@ def pivot(
             if clocked and is_single:
                 details[len(lines), place] = cells.detail(view, case)
         for group in groups:
-            # The base is one of these cases: of the cell if it compares rows, else of the line if the line does.
+            # The base is looked for in the cell if the cell compares rows, else in the line if the line compares rows.
             beside = group if inside == "impl" else line if compares else []
             texts.append(_group(view, metric, group, beside, notes))
         lines.append(texts)
@@ -142,7 +143,7 @@ def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Reco
 
 
 def _without_unsupported(view: views.View, columns: str) -> tuple[views.View, list[str]]:
-    """(the view, [a note]): if columns are rows, the view loses rows that support no case, and the note names them."""
+    """(the view, [a note]): if columns are rows, the view loses those that support no case, and the note names them."""
     supported = view.only("outcome != 'unsupported'").values(columns)
     unsupported = [row for row in view.values(columns) if row not in supported]
     if columns != "impl" or not unsupported or not supported:
@@ -274,7 +275,7 @@ def _explained(label: str, about: str) -> str:
 
 
 def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
-    """A table of how many cases ended in which way, for each combination of values of these fields."""
+    """A table with a line for each combination of values of the fields `keys`: how many cases ended in which way."""
     chosen, heads = view.chosen(keys), ["cases"] + ENDINGS
     data, rows = list[fields.Record](), list[list[str]]()
     for key, part in view.groups(chosen).items():
@@ -297,7 +298,7 @@ def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
 
 
 def means(view: views.View, row: str, column: str, word: str, title: str) -> items.Table | None:
-    """A table of geometric means of the speedups, each with the number of speedups that it is of.
+    """A table of geometric means of speedups, each with the number of speedups that it is a mean of.
 
     row, column  fields: there is a line for each value of `row`, and a column for each value of `column`
     """
@@ -340,7 +341,7 @@ def _bits_of(case: fields.Record) -> fields.Record:
 
 
 def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
-    """A table with a line for each row that was called again on the same inputs: whether the bits were the same.
+    """A table with a line for each row that was called again on the same inputs: did it give the same bits?
 
     by  for each group of columns its head, and an expression (expressions.py) that is true of its cases
     """

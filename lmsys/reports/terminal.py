@@ -1,9 +1,9 @@
-"""The summary in the terminal at the end of a run: `lines`, which the pytest plugin (`lmsys.bench.plugin`) prints.
+"""Makes the summary at the end of a run: `lines`, which the pytest plugin (`lmsys.bench.plugin`) prints.
 
-For each setting it lists the rows (implementations) that ran, the fastest first, in the words of the page. A setting is
-a section of the sweep with values of those axes that are words, such as direction, dtype and mask. Axes that are
-numbers are sizes: if the lines of all sizes would be more than MOST, only the largest size is shown. Rows that could
-not run are left out: the plugin prints the reasons below.
+For each setting the summary lists the rows (implementations) that ran, the fastest first, in the words of the page. A
+setting is a section (a grid) of the sweep with values of those axes that are words, such as direction, dtype and mask.
+Axes that are numbers are sizes: if the lines of all sizes would be more than MOST, only the largest size is shown. Rows
+that could not run are left out: the plugin prints the reasons below. `_table` chooses the columns; ABOUT explains them.
 """
 
 import shutil
@@ -52,7 +52,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
 
     A comparison is the cases of one setting and size that were sampled together.
     """
-    of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # becomes all axes in which the rows of a comparison differ
+    of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # the loop adds the axes in which rows of a comparison differ
     for part in view.groups(["comparison"]).values():
         of_rows.update(filter(part.varies, view.axes()))
     of_settings = [name for name in view.axes() if name not in of_rows]
@@ -74,7 +74,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
 
 
 def _size(part: views.View) -> tuple[bool, float]:
-    """A key that sorts comparisons by size, which is the least time of a row; wholly disturbed ones come first."""
+    """A key that sorts comparisons by size, told by the time of the fastest row; wholly disturbed ones come first."""
     timed = verdict.undisturbed(part.only("time_s").cases)
     return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 

@@ -24,8 +24,8 @@ from lmsys.values import hold
 
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")  # "[text with {field}]" in a template of `View.cut`
 LIMIT = "memory_limit_bytes"  # the field with the limit under which a case ran; None: it had none
-OF_THE_ROW = ("label", "peer")  # axes that depend on a case's row alone: they tell no two cases of a row apart
-NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)  # axes that headings and titles state
+OF_THE_ROW = ("label", "peer")  # axes that depend on a case's row alone: all cases of a row have the same values
+NOT_IN_CAPTIONS = ("section",) + OF_THE_ROW + ("device",)  # axes that headings and titles state, not captions
 Key = tuple[Any, ...]  # values of some fields, in the order in which the fields were named
 
 
@@ -125,7 +125,7 @@ class View:
         return {key: self.of(cases) for key, cases in groups.items()}
 
     def index(self, names: Sequence[str]) -> dict[Key, Record]:
-        """The cases by their values of these fields; of several cases with the same values, the last."""
+        """{values of these fields: the case that has them}; of several such cases the last."""
         return {key_of(case, names): case for case in self.cases}
 
     def adding(self, facts: Callable[[Record], Record] | Record) -> "View":
@@ -234,8 +234,8 @@ class View:
 
         row  the field
 
-        It is the table with the name of the field or of the benchmark if there is one, else the table with most of the
-        field's values. If no table has any of them, the result has the values that have words, without traits.
+        The table is the one with the name of the field or of the benchmark, if there is one; else the one with most of
+        the field's values. If no table has any of these values, the result has the values with words, without traits.
         """
         tables, values = self.machine.rows, set(self.column(row))
         named = {kind: table for kind, table in tables.items() if kind in (row, self.benchmark)}
@@ -274,7 +274,7 @@ class View:
         """The fields that these names stand for, in order. Here `a` is the name of a field, and `b` a value of it.
 
         "a?"  a, if it varies               "*"  all metrics that are not in `names` themselves
-        "a!"  a, if any case has it         "@"  all axes that are not in `names` themselves; "@?": those that vary
+        "a!"  a, if any case has a value    "@"  all axes that are not in `names` themselves; "@?": those that vary
         "a+"  a, if any case has a value of it other than 0 and empty
         "-a"  nothing; "*" and "@" leave a out
         "a|"  a, if no field was chosen before it

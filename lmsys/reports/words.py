@@ -1,4 +1,4 @@
-"""How a report writes numbers, units, labels and timing, and the colour and marker of each row.
+"""Writes numbers, units, labels and facts of timing as a report shows them, and gives each row a colour and a marker.
 
 A record, also called a case, is one row (an implementation) as it was measured with one value for each axis (a quantity
 that the benchmark varies). A field of it is stored in an SI unit and shown in the unit that its declaration names:
@@ -120,7 +120,7 @@ def head_of(field: Field) -> str:
 def is_clocked(field: Field) -> bool:
     """True for a field that is computed from timed samples.
 
-    By such a field, rows can be compared only if they were sampled together.
+    Rows can be compared by such a field only if they were sampled together: in turns, round by round, in one run.
     """
     return field.name in CLOCKED or field.unit.endswith("/s")
 
@@ -183,10 +183,10 @@ def styles_of(
 ) -> dict[Any, Style]:
     """A style for each value of the field `name`, in reading order: the table's order, peers last.
 
-    row    a field; its value in a case names a row. The value of `name` in this case gets the marker of the row, and
-           its colour, or one that no row states; if several values have one row, those after the first get lighter
-           shades
-    label  `Style.said_by` of all styles, not their `label`: that is the value of `name` as text
+    row    the field whose value in a case names a row of the table. The value of `name` in this case gets the marker of
+           this row, and its colour; a row that states none gets a colour that no row states. If several values have one
+           row, those after the first get lighter shades
+    label  `Style.said_by` of all styles; their `label` is the value of `name` as text
     table  {name of a row: its traits}
     """
     examples = {case[name]: case for case in cases}  # {value: a case that has it}
