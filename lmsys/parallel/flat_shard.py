@@ -235,7 +235,7 @@ class FlatShard:
             torch._foreach_zero_([grads[gap] for gap in self._padding])
         buckets.copy_gradients(self.params, self.layout.views(grads))
         buckets.clear_gradients(self.params)
-        if not self._is_whole:
+        if self._is_hidden or not self._is_whole:
             leave(self.params, _read, Freed, self._homes)
         part = torch.empty_like(self.shard)
         self._reduced.append((collectives.reduce_scatter_mean(part, grads, self.group), part))

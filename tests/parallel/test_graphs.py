@@ -257,6 +257,20 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("fsdp", APART_IN_A_FORWARD, ["sync_then_not"]),
     # A block of which a step that fails leaves out a part, and the next one all.
     ("fsdp", Graph((chain(0, 2), PLAIN), ("spare",) * 3), ["fail_in_closure", "step"]),
+    # The order that is learnt ends with a block that comes twice in it, and the next forward calls it once: then the
+    # block's parameters were freed without a mark, and reading one read no memory.
+    (
+        "fsdp",
+        Graph(
+            (
+                (Call("call", 0), Call("segment", 1)),
+                (Call("call", 1), Call("call", 0), Call("call", 1, (1, -3))),
+                (Call("read", 0),),
+            ),
+            ("mlp",) * 2,
+        ),
+        ["step"] * 5,
+    ),
 )
 
 
