@@ -2,8 +2,8 @@
 
 `bench_anatomy.py` declares ANATOMY as its `layout`; result files carry it, and `lmsys report` draws it. It is plain
 data: to change or add a table or plot, edit TIME_GOES or MEMORY_GOES, the blocks of the two chapters; then
-`python -m dev.layouts` writes it into the committed results. A *part* is a part of the model, such as attention or the
-feed-forward; a *row* is an implementation of attention, or somebody else's whole model.
+`python -m dev.layouts reports/results/*.json.gz` writes it into the committed results. A *part* is a part of the model,
+such as attention or the feed-forward; a *row* is an implementation of attention, or somebody else's whole model.
 `lmsys/reports/layout.py` explains the keys of layouts and blocks ("place", "of", "lead", "more").
 `benchmarks/layouts.py` explains the steps that draw, `word` and the signs in lists of fields; the other steps are in
 `steps.py`, `special.py` and `views.py` of `lmsys/reports`. An item of "lead" or "more" is a step that draws, or a list
@@ -31,7 +31,8 @@ PART_FIELDS = [  # fields of the entries of a record's list `parts`
 # Kinds of kernels: records have a field `{kind}_share` for each. This is a copy of `lmsys.measure.profile.KINDS`: add a
 # new kind to both.
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
-# What memory holds: records have the fields `{name}_bytes` and `predicted_{name}_bytes` for each.
+# What memory holds: records have the fields `{name}_bytes` and `predicted_{name}_bytes` for each. bench_anatomy.py has
+# the same names in HELD_IN_A_STEP: add a new one to both.
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
 # `format`, with a name of MEASURED and the bytes of a GiB, makes an expression of this template. Its value is a text
 # such as "3.1 / 3.0 (-3.2 %)".
@@ -325,7 +326,8 @@ MEMORY_GOES = [  # the blocks of the chapter on memory
         ],
     },
 ]
-# The names of parts in the order of a step, for "read_as" below: tables list them in this order. "forward", "backward"
+# The names of parts in the order of a step, for "read_as" below: tables list them in this order. The model and
+# lmsys/attention/naive.py give these names to `part`: a new part needs its name here, too. "forward", "backward"
 # and "optimizer" make up a step. Those from "norms" to "head and loss" are inside of "forward"; of these, "scores",
 # "softmax" and "values" are inside of "attention".
 PARTS = (

@@ -2,9 +2,10 @@
 
 A *row* is an implementation under test. `lmsys.bench.trial` calls these functions for each row.
 
-- `source_of` and `loaded_kernels` give "source" and "kernels" of the record's "proof". With its "calls", which trial.py
-  collects, the proof lets others check the times (`lmsys verify`). A new item of the proof is put in by trial.py, and
-  checked in lmsys/verify.py.
+- `source_of` and `loaded_kernels` give "source" and "kernels" of the record's "proof". They are hashes, by which a
+  reader sees which code was measured; no command compares them with anything. `lmsys verify` reads the other items:
+  "calls", "seed" and "generator". trial.py puts all of them in. If `lmsys verify` is to judge a new item, it also needs
+  a check in `_of_record` of lmsys/verify.py.
 - `interpreted_kernels` notices kernels that Triton's interpreter runs: such rows are verified, and never timed.
   `lmsys.check.attention`, `lmsys.course.parts`, `lmsys.bench.foreign` and benchmarks/training/rank.py call it, too.
 """

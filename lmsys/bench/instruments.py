@@ -32,6 +32,8 @@ class Instruments:
     say        called with each line for the user
     heartbeat  in a worker process: it announces the row that is at work to the parent process (`lmsys.bench.watch`);
                None: this process is no worker
+
+    Attributes:
     parent     the id of the process from which all processes of the run descend: in a worker, that of the process that
                started it; else that of this process. What other processes take of the device counts as a disturbance
     turns      with --against, how this worker takes turns with the other one (`lmsys.measure.turns`): one of the two

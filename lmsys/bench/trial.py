@@ -5,7 +5,8 @@ inputs. `lmsys.bench.runner` makes a `Trial` per group and calls its parts in or
 checks), take (samples and checks of timed calls, memory and energy, turn by turn), check_again, repeat, result. A
 *candidate* holds the state of a row while the group runs; a *turn* is the cases that are sampled together. `result`
 makes the record from what these parts and the benchmark's hooks have found: a new field of every record goes there, and
-into `fields.COMMON`.
+into `fields.COMMON`. A benchmark that overrides `sample` gets the trial, and calls `interleave`, `candidate` and others
+of its names: change them in benchmarks/, too.
 
 A call that raises has a failure, (outcome, reason), which `compare.attempt` makes of the exception. `candidate.watched`
 does this for calls of a row's code, and `candidate.attempt` also notes the failure on the candidate. `Trial.own_part`
@@ -34,9 +35,9 @@ from lmsys.measure.step import Failure, Step, nothing
 # NOT_TIMED, IN_RANGES, INTERPRETED: the `reason` of a case that is right and was not timed.
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
+INTERPRETED = "verified in Triton's interpreter, never timed"
 # The `energy_note` of a case that other processes run, such as ranks.
 OTHERS_ENERGY = "energy is measured of calls that the bench's own process makes again and again: here others make them"
-INTERPRETED = "verified in Triton's interpreter, never timed"
 
 
 Endings = Mapping[str, tuple[str, str, bool]]  # {case id: (outcome, reason, True if the case's process ended)}

@@ -4,8 +4,9 @@
 counters of energy, and the frequency of cores. A value that a device does not tell is None, and `why_no_joules` says
 why its energy cannot be measured. `lmsys.bench.trial` makes a `Conditions` before it samples rows (the implementations
 under test), and puts `Conditions.record` into the record of each row afterwards; `lmsys.bench.ranks` counts other
-programs' processes by `Conditions`. To support another kind of device, add a subclass of `Sensors`, and return it from
-`sensors_of`.
+programs' processes by `Conditions`. Ranks of benchmarks (bench_steps.py, training/rank.py) read clocks by `state_of`;
+energy.py and machine.py take a `Sensors`. To support another kind of device, add a subclass of `Sensors`, and return it
+from `sensors_of`. A new entry of `Sensors.settings` needs its words in `lmsys/reports/page.py`.
 """
 
 import os

@@ -375,7 +375,7 @@ class Fsdp(wrapper.Wrapper):
             yield from unit.flats
 
     def _before_collective(self, number: int) -> None:
-        """Notes this number in `Wrapper`'s history, and lets ranks compare it if there is an `Agreement`.
+        """Notes this number in the history of this step (`Wrapper._note`), and lets ranks compare it, if they do.
 
         Called before the collective of this number; with a number below 0 where no numbered one follows.
         """

@@ -13,6 +13,9 @@ say what a rank was doing, even if the rank has died.
 To change what a rank does before its first function, change `_join`, or under torchrun the constructor of
 `TorchrunGroup`. `_blame` decides which rank's error is reported; an exception by which torch says that another rank is
 gone must be in LOCK_STEP_ERRORS.
+
+With the benchmarks' option `--against`, which also measures an earlier state of the code, this file as it is today runs
+with that state's `lmsys.parallel.collectives`. So it may import only names that this module has in the earlier state.
 """
 
 import datetime

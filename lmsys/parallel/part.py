@@ -1,9 +1,9 @@
 """Classes of tensors that are not whole on this rank: parameters without their values, and parts of gradients.
 
-`zero1` and `fsdp` give a parameter the class `Absent` while its values are on another rank or still arriving, so that
-nobody reads freed memory or old values. Whatever reads it calls its strategy first, which brings the values back or
-raises. The parameter's identity, hooks, module and shape stay as they are. Autograd and the kernels of a forward never
-see this class: by then the values are back.
+While a parameter's values are on another rank or still arriving, `zero1` gives it the class `Absent`, and `fsdp` the
+subclass `Freed` of flat_shard.py, so that nobody reads freed memory or old values. Whatever reads it calls its strategy
+first, which brings the values back or raises. The parameter's identity, hooks, module and shape stay as they are.
+Autograd and the kernels of a forward never see this class: by then the values are back.
 
 A gradient of which this rank has only a part has the class `Part`. A function that would take the part for the whole,
 such as a norm, raises, or reduces over all ranks.

@@ -11,7 +11,9 @@ of two rows' times; means of speedups are geometric. All modules of `lmsys.repor
 functions.
 
 A new footnote of a field is an entry of `remarks` in `cell`. A new condition of the machine, such as a clock, is an
-entry of STATE. A new ceiling, a rate that the machine reached in the same run, is an entry of CEILINGS and RATED.
+entry of STATE. A new ceiling, a rate that the machine reached in the same run and that footnotes
+name, is an entry of CEILINGS and RATED; `lmsys.measure.machine` measures it, and `lmsys.bench.fields` declares a row's
+share of it.
 """
 
 import math

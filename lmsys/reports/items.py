@@ -1,7 +1,8 @@
 """The parts of a report, as data: `Table` and `Plot` with their files, `Block` and `Chapter` that hold them.
 
-`tables`, `plots`, `special`, `answers` and `against` make these objects; `page` and the templates read them. A new
-attribute is shown only if templates/figures.html, or `Table.markdown`, reads it.
+`tables`, `plots`, `special`, `answers` and `against` make tables and plots; `layout`, `answers`, `against` and
+`__main__` put them into blocks and chapters. `page` and the templates read all of these. A new attribute is shown only
+if templates/figures.html, `page.lines` or `Table.markdown` reads it.
 """
 
 import csv

@@ -31,7 +31,9 @@ def each_metric(draw: Any) -> Any:
     return drawn
 
 
-STEPS: dict[str, Any] = {  # by the name that layouts use; the decorator `step` adds others
+# The steps of layouts, by the name that layouts use. A step that stands in this file gets its entry by the decorator
+# `step`; one of another module is entered here.
+STEPS: dict[str, Any] = {
     "bars": each_metric(plots.bars),
     "checked": views.View.checked,
     "cut": views.View.cut,
@@ -271,7 +273,12 @@ def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
 
 @step
 def over_bases(
-    view: views.View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
+    view: views.View,
+    keys: Sequence[str],
+    title: str,
+    same: Sequence[str] = (),
+    otherwise: str = "",
+    shares: bool = False,
 ) -> items.Table | None:
     """A table of all metrics and of the speedups over each baseline.
 
@@ -296,7 +303,7 @@ def over_bases(
 
 
 @step
-def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> items.Table | None:
+def parts_summary(view: views.View, parts: Sequence[Steps], word: str, title: str) -> items.Table | None:
     """A table of geometric mean speedups: a line for each row, a column for each part of the view.
 
     parts  lists of steps, each of which makes one part or several, with speedups (step "over")

@@ -1,8 +1,8 @@
 """Byte-pair encoding, written as it is defined, and therefore slow: the reference for other code.
 
-Tests and the benchmark of tokenizers compare training.py and codec.py with this file, and `lmsys.course` compares
-students' code with it. A change here changes what is counted as right. A *word* is a pre-token (see pretokens.py) as
-bytes.
+Tests compare training.py, codec.py and pretokens.py with this file, the benchmark of tokenizers compares training.py
+and codec.py with it, and `lmsys.course` students' code. A change here changes what is counted as right. A *word* is a
+pre-token (see pretokens.py) as bytes.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 2019 (GPT-2), encoder.py.
 """

@@ -2,8 +2,8 @@
 
 The pipeline calls `plan` before any work, so that settings are refused early; the training loop calls it again, and
 acts on its result. The pipeline calls `check_text`, too. To refuse a setting that does not go with another, or with a
-strategy's traits (facts about the strategy: `lmsys.traits`), add a line to `_check_strategy`. To hand a setting to
-`prepare`, change `_execution`.
+strategy's traits (facts about the strategy: `lmsys.traits`), add a line to `_check_strategy`, or where the setting is
+used. To hand a setting to `prepare`, change `_execution`.
 """
 
 from typing import Any

@@ -8,11 +8,12 @@
     5 forward    runs under autocast, as the precision says
     6 gradients  come from forward, backward and synchronization, call by call or as one CUDA graph
 
-A new way to run a model is a field of `Execution`, on which `prepare` acts; possible.py sets it from the settings.
+A new way to run a model is a field of `Execution`, on which `prepare` acts. possible.py sets it from a training's
+settings, and `execution` in benchmarks/data_parallel/rank.py from a case of the benchmark.
 
 With the benchmarks' option `--against`, which also measures an earlier state of the code, this file as it is today runs
 with that state's lmsys.model, lmsys.parallel and other modules (`lmsys.bench.checkout` lists them). So it may use only
-names that these modules have in the earlier state, too.
+names that these modules have in the earlier state, too, and what they import from it keeps its name.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,8 @@
 `plans.py`: the constants in capitals from PREFETCH to PEELED are fields of a `BackwardPlan`.
 `python -m pytest tests/attention/test_gluon_kernels.py` checks the kernel in a simulation without a GPU. It also finds
 some lines of this file by their exact text, and replaces them by faulty ones: if you change such a line, change it
-there, too.
+there, too. The docstring of `launch.py` says what a new argument needs; tests/support/sass_gluon.py also has a type for
+each argument, by its name.
 
 The algorithm is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2), with the transposed scores of
 FlashAttention-3: P and dS go from the registers of one matmul into the next. dq is added up in float32.
@@ -269,8 +270,8 @@ def backward_kernel(
     rows.
 
     scale         sm_scale times log2(e), for exponentials in base 2
-    parameters    five scalars that `preprocess_kernel` has written: Hkv, num_key_tiles, num_heads, at_once and the bits
-                  of sm_scale
+    parameters    scalars in global memory. `preprocess_kernel` has written the first five: Hkv, num_key_tiles,
+                  num_heads, at_once and the bits of sm_scale. Under a pattern the sixth is the flag for NaN
     num_heads     B Hkv
     at_once       how many key heads the CTAs work on at a time (`_assignment`)
     ahead         dq begins as zeros for the first `ahead` key heads; the CTAs of each key head write zeros for the key
