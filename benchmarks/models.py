@@ -2,9 +2,12 @@
 
 A row is an implementation of attention, an entry of the table ATTENTION; benchmarks compare models that differ in it.
 The benchmarks of models, steps, anatomy, data parallelism and training share this file; the benchmark of losses takes
-its precisions and budgets. A new way to run a model is a value of the axis `compile` in `axes.py`; then extend COMPILED
-and the properties of `ModelCase` that read `compile`. To compare with somebody else's whole model, add it to
-MODEL_ROWS.
+its precisions and budgets. To compare with somebody else's whole model, add it to MODEL_ROWS.
+
+A new way to run a model is a value of the axis `compile` in `axes.py`. `run_blocks` of lmsys/training/prepare.py runs
+it; its docstring says what a training needs. COMPILED and the properties of `ModelCase` that read `compile` extend it
+here, conditions in bench_model.py and data_parallel/cases.py say what refuses it, and COMPILED of layouts.py and WAYS
+of lmsys/reports/answers.py have its words.
 
 A precision has the name that a user gives it on the command line. fp32 and tf32 keep float32 tensors and differ in
 their matmuls; bf16 is autocast, and fp16 is autocast with a scaled loss. A budget is the error that is allowed: errors

@@ -1,4 +1,4 @@
-"""The sizes that benchmarks run, as named sweeps. No other file lists sizes. Plain data.
+"""The sizes that benchmarks run, as named sweeps. Sizes that a grid leaves out have defaults in `axes.py`. Plain data.
 
 `conftest.py` at the root hands SWEEPS, {name: {device: sweep}}, to the pytest plugin of `lmsys.bench`, which makes the
 cases; `pytest --sweep NAME` picks one. To add sizes, write a grid and name it in SWEEPS or in FULL, which is the part
@@ -6,10 +6,11 @@ of the sweep "full" that CPUs and GPUs share. A new name of a grid also gets a t
 place in docs/options.md. After a change of the sweep "default" for a CPU, `python -m dev.durations` makes
 `durations_cpu.json` again from a result of `nox -s bench`.
 
-A sweep has grids for each benchmark. A grid is one section of the report, and its name is part of the test id, so
-`-k tokens16k` selects it. Its cases are all combinations of the values of its axes; an axis given on the command line
-replaces the grid's own values. `axes.py` says what each axis means; an axis that a grid leaves out has the default of
-the benchmark or of `axes.py`. `grid.but(...)` is a copy with other values or another name.
+A sweep has grids for benchmarks; one without grids runs its defaults. A grid is one section of the report, and its name
+is part of the test id, so `-k tokens16k` selects it. Its cases are all combinations of the values of its axes; an axis
+given on the command line replaces the grid's own values. `axes.py` says what each axis means; an axis that a grid
+leaves out has the default of the benchmark or of `axes.py`. `grid.but(...)` is a copy with other values or another
+name.
 """
 
 import json

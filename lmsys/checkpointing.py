@@ -2,8 +2,10 @@
 
 This module reads the setting `checkpoint_blocks` of a `ModelConfig`, which gives each block of a Transformer a *level*.
 The model acts on the levels (`lmsys.model.selective`), and `lmsys.cost.memory` predicts the memory. The more a block
-keeps, the less it recomputes. A new level is a name in LEVELS, a paragraph below, and a case in these two modules and
-in `benchmarks.model.llama` (KEPT_MATMULS). The feed-forward of a block is W2 (silu(W1 x) · W3 x). A block of the level
+keeps, the less it recomputes. A new level is a name in LEVELS with a first letter of its own, which ids of benchmarks
+show; a paragraph below and in docs/training.md; and a case in these two modules, in `benchmarks.model.llama`
+(KEPT_MATMULS) and in benchmarks/layouts.py (KEPT). The feed-forward of a block is W2 (silu(W1 x) · W3 x). A block of
+the level
 
 none       keeps all that its backward reads
 matmuls    keeps its input, q, k, v, what the attention kernel keeps beside them (o and the log-sum-exp), the output of

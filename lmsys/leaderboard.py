@@ -11,10 +11,10 @@ file is ranked by a disturbed row only if all rows that could be taken were dist
 disturbed says so, and comes behind all others.
 
 A file is refused, with the reason, if `lmsys verify` finds something wrong or not proved, if it has no seal (checksums
-over its content), if no timed call of it could be judged again, and if it lacks the anchor in the workload, or another
-row that was timed beside the anchor. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. To change which files are
-refused, edit `_verified` and `_place`; to change the columns, HEADS and `_standings`; to change the page,
-reports/templates/leaderboard.html.
+over its content), if no timed call of it could be judged again, and if in a case of the workload it lacks the anchor,
+or has no other row that was timed beside the anchor. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. To change
+which files are refused, edit `_verified` and `_place`; to change the columns, HEADS and `_standings`; to change the
+page, lmsys/reports/templates/leaderboard.html.
 """
 
 import sys

@@ -59,10 +59,9 @@ class _FiniteInputs(torch.autograd.Function):
     q, k and v have zeros in place of vectors that are not finite. `spoilt` (B, H, Q) has q's dtype: 1 for a query that
     is spoilt, else 0.
 
-    Each tensor of `_visibility` is a parameter of its own, not one of `*visibility`: where no gradient is recorded,
-    torch.compile calls `forward` without a context only if `apply` is given as many arguments as `forward` has
-    parameters. Otherwise it passes a context as q, and fails ("AutogradFunctionContextVariable object has no attribute
-    proxy").
+    Each tensor of `_visibility` is a parameter of its own, not one of `*visibility`. Give `apply` one argument for each
+    parameter of `forward`: if there are fewer, and no gradient is recorded, torch.compile passes a context in the place
+    of q, and fails ("AutogradFunctionContextVariable object has no attribute proxy").
     """
 
     generate_vmap_rule = True

@@ -36,7 +36,9 @@ from lmsys.bench import fields, validate
 from lmsys.values import hold, shortly
 
 SCHEMA = 2  # the version of the format; a file of another version is refused
-# How a case ended: it was right, ran out of memory, cannot run here, gave a wrong result, or raised or crashed.
+# How a case ended: it was right, ran out of memory, cannot run here, gave a wrong result, or raised or crashed. A new
+# outcome also goes into `outcome_of` of lmsys/measure/compare.py, and into OUTCOMES and MEANINGS of
+# lmsys/reports/words.py.
 OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 

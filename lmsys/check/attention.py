@@ -2,8 +2,9 @@
 
 A *row* is an implementation of attention that is checked, and a *task* is one call that it is asked to run. A question
 (`question.py`) is a task with the function that judges it. `kinds.py` calls `questions` and `remark`; `lmsys course`
-calls `questions` and `of_a_handout`. The tasks come from `cases.py`, extreme inputs from `extremes.py`: add cases
-there. `failure` runs one task and asks `attention_mistakes.py` to explain a wrong result.
+calls `questions` and `of_a_handout`. The tasks come from `cases.py`: add usual cases there. A case with extreme
+inputs goes into `_of_extremes` below; a new kind of such inputs goes into lmsys/extremes/attention.py, as its docstring
+says. `failure` runs one task and asks `attention_mistakes.py` to explain a wrong result.
 
 Legend: B batch, H heads, S sequence length, D head dimension.
 """
@@ -39,7 +40,7 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
         def asked() -> Iterator[cases.Task]:
             """Yields the tasks; a full check asks all of them in the first dtype in which the row passes `first`."""
             yield first  # before `passes`: a row that ends the process then does so in a task that was announced
-            in_dtypes = (replace(first.case, dtype=name) for name in options.dtypes * options.uses)
+            in_dtypes = (replace(first.case, dtype=name) for name in options.dtypes if options.uses)
             runs = (case for case in in_dtypes if why_not(case) is None and passes(replace(first, case=case)))
             case = next(runs, first.case)
             usual = _cases(options, passes, case.dtype) if options.uses else _cases(options)

@@ -58,7 +58,8 @@ def geometry(x: Tensor) -> tuple[list[int], list[int]]:
     return shape, strides
 
 
-# A tensor (B, H, S, D) as an argument of kernels that load by addresses, without TMA: its base, three strides in units
+# A tensor (B, H, S, D) as an argument of the kernels of flash_triton_kernels.py that load by addresses, without TMA
+# (tests/support/sass.py makes the same tuple): its base, three strides in units
 # of 16 bytes, S as `rows`, and D as `columns`, a constant. Each number n is passed as 2 n + 1: inside of a tuple Triton
 # specialises on 1 and on multiples of 16, whatever `do_not_specialize` says, and the binary of the first call would be
 # wrong for the next.

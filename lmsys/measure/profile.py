@@ -29,6 +29,8 @@ from lmsys.measure.step import Step
 from lmsys.values import grouped, one_of
 
 PART = "part: "  # in a trace, the names of ranges that `part` makes begin with this
+# A new kind also goes into KINDS of benchmarks/model/anatomy_layout.py and, if steps are to have a field for it, into
+# KERNELS of benchmarks/bench_steps.py.
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
 
 _SUFFIX = r"(_backward)?(_data)?_?$"  # the end of an operator's name

@@ -86,6 +86,9 @@ def check_levels(config: ModelConfig) -> None:
 def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: Any, positions: Any) -> torch.Tensor:
     """All blocks and the last norm: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
 
+    It computes what `Block.forward` does: a change there is a change here. `TransformerLM.fuse_blocks` lists the
+    weights that share a matmul here.
+
     layers           the `Block`s
     last             the `RMSNorm` behind them
     attend           for each block its attention function, as in `Attention.mix`

@@ -6,6 +6,8 @@
 matmuls nor attention are computed again, except the feed-forward's first two matmuls at the level "attention". Since
 pieces are made of modules and not of operators, any implementation of attention can be used, whatever kernels it
 launches. `TransformerLM.hidden` calls `run_again` for the level "whole".
+
+`Block.forward`, `run_selectively` and `run` of fused.py compute the same block: a change of one is a change of all.
 """
 
 from collections.abc import Callable

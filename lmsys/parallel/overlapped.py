@@ -4,7 +4,7 @@ A bucket is several parameters whose gradients are sent together. Hooks that aut
 accumulated begin to send them. Ranks must begin the same collectives in the same order, whatever order their gradients
 come in. So a bucket is sent when it is complete and all buckets before it have been sent. At first buckets are planned
 in the reverse order of the parameters. After the first backward they are planned once more, in the order in which rank
-0 saw gradients come.
+0 saw gradients come (zero1.py keeps its first plan).
 
 `Overlapped` and `Bucketed` are the rows `overlapped` and `bucketed` of the table in `__init__.py`. Strategies of this
 kind, here and in zero1.py and copy_engine.py, differ in two choices: which parameters a bucket has and which rank owns

@@ -5,8 +5,8 @@ Layouts call these functions as steps (`steps.STEPS`). Each returns an `items.Pl
 or None if there is too little to draw. The same cases give the same bytes.
 
 To add a plot, write a function that begins with `canvas`, which makes axes in the style of all plots, and ends with
-`drawn`, which turns them into an `items.Plot`, and enter it in `steps.STEPS`. `special` makes its plots in this way,
-too; `answers` calls `to_svg` in place of `drawn`. Colours of rows come from the view's `styles`.
+`drawn`, which turns them into an `items.Plot`, and enter it in `steps.STEPS`. special.py makes its plots in this way,
+too; answers.py calls `to_svg` in place of `drawn`. Colours of rows come from the view's `styles`.
 """
 
 import io

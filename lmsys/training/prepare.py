@@ -9,7 +9,8 @@
     6 gradients  come from forward, backward and synchronization, call by call or as one CUDA graph
 
 A new way to run a model is a field of `Execution`, on which `prepare` acts. possible.py sets it from a training's
-settings, and `execution` in benchmarks/data_parallel/rank.py from a case of the benchmark.
+settings, and `execution` in benchmarks/data_parallel/rank.py from a case of the benchmark. benchmarks/models.py says
+what else a benchmark needs for it.
 
 With the benchmarks' option `--against`, which also measures an earlier state of the code, this file as it is today runs
 with that state's lmsys.model, lmsys.parallel and other modules (`lmsys.bench.checkout` lists them). So it may use only
@@ -31,6 +32,7 @@ from lmsys.parallel import adapter, collectives, sharded_optimizer, structure
 from lmsys.registry import Entry
 from lmsys.training import gradients, optimizer
 from lmsys.traits import StrategyTraits
+from lmsys.values import one_of
 
 MEMORY_SHARE = 0.9  # of a GPU's memory; the rest is for libraries, fragments and what the prediction leaves out
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # with the other precisions matmuls read float32
@@ -143,7 +145,9 @@ def run_blocks(model: Any, blocks: str, **compiler: Any) -> None:
     """Makes the model run its blocks compiled or fused from now on; "eager" changes nothing.
 
     blocks, compiler  as in `Execution`
+    ValueError for other blocks.
     """
+    one_of("blocks", blocks, ("eager", "compiled", "fused"))
     if blocks == "fused":
         model.fuse_blocks()
     elif blocks == "compiled":

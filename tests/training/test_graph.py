@@ -16,7 +16,13 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.training.gradients import GraphedGradients, backward_of
 from lmsys.training.optimizer import AdamW, clip_grad_norm, set_lr
-from lmsys.training.prepare import prepare
+from lmsys.training.prepare import prepare, run_blocks
+
+
+def test_an_unknown_way_to_run_blocks_is_refused() -> None:
+    """Or a benchmark's new way would be timed as eager, under another name."""
+    with pytest.raises(ValueError, match="blocks='fusd' must be one of eager, compiled, fused"):
+        run_blocks(None, "fusd")
 
 
 def test_on_a_cpu_it_says_what_to_do_instead() -> None:
