@@ -69,7 +69,7 @@ def test_what_stands_where_a_run_writes_is_named(tmp_path: Path, name: str, caps
     assert path.is_dir() == (name in pipeline.FILES)
 
 
-NO_NULL = r"'a\x00b' must be a path, which has no null byte"
+NO_NULL = r"'a\x00b' must be a path: not empty, and without a null byte"
 
 
 @pytest.mark.parametrize(
