@@ -82,9 +82,12 @@ def _unpacked(path: Path, packed: bytes) -> bytes:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Writes a file of JSON, as `replacing` does: a reader sees the old file or the new one."""
+    """Writes a file of JSON, as `replacing` does: a reader sees the old file or the new one.
+
+    ValueError for NaN and infinities, which JSON lacks: `strict_json.read_json` would refuse the file.
+    """
     with replacing(path) as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
+        file.write(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
 
 
 @contextmanager

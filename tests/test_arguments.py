@@ -175,7 +175,7 @@ OF_TRAIN = {
     "steps": (400, NONE), "batch_size": (16, NONE), "micro_batch_size": (8, NONE), "reproducible": (False, FLAG),
     "leaves": (4, NONE), "optimizer": ("adamw", NONE), "lr": (3e-3, {"half", "huge?"}), "min_lr": (3e-4, INDEX),
     "matrix_lr": (0.02, AMOUNT), "momentum": (0.9, INDEX), "adjust_lr_fn": ("original", NONE),
-    "warmup_steps": (2, {"None", "zero"}), "betas": ((0.9, 0.95), NONE), "eps": (1e-8, AMOUNT),
+    "warmup_steps": (2, {"None", "zero"}), "betas": ((0.9, 0.95), NONE), "eps": (1e-8, POSITIVE),
     "weight_decay": (0.1, AMOUNT), "undecayed": ("ln", {"None", "text"}), "clip_norm": (1.0, AMOUNT),
     "seed": (0, INDEX), "precision": ("fp32", NONE), "compile": (False, FLAG), "fused": (False, FLAG),
     "graph": (False, FLAG), "strategy": ("bucketed", TEXT), "bucket_mb": (25.0, POSITIVE | OR_NONE),

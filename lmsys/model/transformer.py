@@ -501,7 +501,7 @@ class TransformerLM(nn.Module):
 
         ValueError for a dict that does not fit.
         """
-        renamed = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
+        renamed = {key.replace("_orig_mod.", "").removeprefix("module."): value for key, value in state_dict.items()}
         try:
             loaded = super().load_state_dict(renamed, strict=strict, assign=assign)
         except RuntimeError as error:

@@ -157,8 +157,11 @@ class Tokenizer:
     def load(cls, folder: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
         """Loads from a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
 
-        Tokens that are neither bytes nor made by a merge are special; `special_tokens` are added. ValueError for a
-        folder without such a pair of files, and for damaged files (see `read_files`).
+        Tokens that are neither bytes nor made by a merge are special; `special_tokens` are added. These files do not
+        say how a text is split: it is split by GPT-2's pattern. A vocabulary that was made with another one, which for
+        example takes digits one by one, loads as well, but many texts then have other ids than its own tokenizer gives.
+
+        ValueError for a folder without such a pair of files, and for damaged files (see `read_files`).
         """
         folder = values.path("folder", folder)
         for vocab, merges in NAMES:

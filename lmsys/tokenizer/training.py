@@ -39,7 +39,9 @@ def train(
     ValueError: a vocabulary smaller than bytes and special tokens, files that are absent, empty or not UTF-8.
     """
     files = [files] if isinstance(files, str | Path) else values.several("files", files)
-    special_tokens = values.several("special_tokens", () if special_tokens is None else special_tokens, str)
+    special_tokens = list(
+        dict.fromkeys(values.several("special_tokens", () if special_tokens is None else special_tokens, str))
+    )
     smallest = _NUM_BYTES + len(special_tokens)
     values.hold(
         (
@@ -50,12 +52,8 @@ def train(
     if not (counts := count_pretokens(files, special_tokens, processes)):
         raise chunks.no_text(map(chunks.whole, files))
     merges = learn_merges(counts, vocab_size - smallest)
-    vocab = [
-        *(bytes([byte]) for byte in range(_NUM_BYTES)),
-        *(left + right for left, right in merges),
-        *(token.encode() for token in special_tokens),
-    ]
-    return codec.Tokenizer(dict(enumerate(vocab)), merges, special_tokens)
+    vocab = [*(bytes([byte]) for byte in range(_NUM_BYTES)), *(left + right for left, right in merges)]
+    return codec.Tokenizer(dict(enumerate(vocab)), merges, special_tokens)  # which gives special tokens the next ids
 
 
 def count_pretokens(

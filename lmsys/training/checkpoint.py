@@ -356,7 +356,8 @@ def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a wrong pickle raises almost any kind
         raise ValueError(
-            f"{path}: must hold tensors and plain values alone; loading it gives {type(error).__name__}"
+            f"{path}: must hold tensors and plain values alone; loading it gives"
+            f" {getattr(error, 'strerror', None) or type(error).__name__}"  # such as: No such file or directory
         ) from error
     values.hold((isinstance(state, dict), f"{path}: must hold a dictionary; got a {type(state).__name__}"))
     if missing := [key for key in keys if key not in state]:

@@ -25,7 +25,9 @@ TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/ma
 
 
 def _path(name: str, text: str) -> None:
-    values.hold(("\0" not in text, f"{name}={values.shortly(text)} must be a path, which has no null byte"))
+    values.hold(
+        (text and "\0" not in text, f"{name}={values.shortly(text)} must be a path: not empty, and without a null byte")
+    )
 
 
 def _sha256(name: str, text: str) -> None:
@@ -108,7 +110,8 @@ class TrainConfig(strict_json.Checked):
     adjust_lr_fn      what Muon multiplies the rate of a matrix of R rows and C columns by: original, √max(1, R / C); or
                       match_rms_adamw, 0.2 √max(R, C), where matrix_lr is to be chosen as for AdamW
     warmup_steps      steps from a rate of 0 to lr; None: 20, or half of the steps where these are fewer than 40
-    betas, eps        AdamW's: the decay rates of its two moments, and what is added to the denominator
+    betas, eps        AdamW's: the decay rates of its two moments, and what is added to the denominator, above 0: the
+                      weights of tokens that have not come yet have gradients of 0, and 0 / 0 would be NaN
     weight_decay      a step also multiplies each weight by 1 - weight_decay x learning rate
     undecayed         parameters without weight decay: parts of their names, divided by |, such as ln|embeddings; None:
                       all decay
@@ -148,7 +151,7 @@ class TrainConfig(strict_json.Checked):
     adjust_lr_fn: Annotated[str, partial(values.one_of, known=MATRIX_SCALES)] = "original"
     warmup_steps: values.Natural | None = None
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: values.Amount = 1e-8
+    eps: values.Positive = 1e-8
     weight_decay: values.Amount = 0.1
     undecayed: str | None = None
     clip_norm: values.Amount = 1.0

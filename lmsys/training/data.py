@@ -75,11 +75,18 @@ def tokenize_files(
     """
     values.whole("rank", rank, least=0, most=values.whole("world_size", world_size, least=1) - 1)
     parts = [chunks.whole(file) for file in values.several("files", files)]
-    if not sum(part.size for part in parts):
-        raise chunks.no_text(parts)
     pretokenizer = pretokens.Pretokenizer(values.instance("tokenizer", tokenizer, Tokenizer).special_tokens)
     share = chunks.split(parts, pretokenizer, world_size)[rank]
     path = shards(values.path("output", output), world_size)[rank]
+    written = {file.resolve() for file in (path, path.with_suffix(".json"))}
+    values.hold(
+        (sum(part.size for part in parts), str(chunks.no_text(parts))),
+        (
+            len(written) == 2 and written.isdisjoint(part.path.resolve() for part in parts),
+            f"output={values.shortly(str(output))} must be another NAME.npy: ids are written there and facts about them"
+            f" to {path.with_suffix('.json').name}, over a text that is to be read, or over the ids",
+        ),
+    )
     ids = encode_files(tokenizer, share, processes, engine)
     path.with_suffix(".json").unlink(missing_ok=True)  # until the new array is whole, nothing may describe it
     with replacing(path) as file:

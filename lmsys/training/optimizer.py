@@ -97,7 +97,15 @@ class AdamW(Optimizer):
                 )
                 for name, other in self.other_algorithms.items()
                 for group in state_dict["param_groups"]
-            )
+            ),
+            *(
+                (
+                    self.defaults.keys() <= group.keys(),
+                    f"the state dict is not {type(self).__name__}'s: its param group lacks"
+                    f" {', '.join(name for name in self.defaults if name not in group)}",
+                )
+                for group in state_dict["param_groups"]
+            ),
         )
         super().load_state_dict(state_dict)
 
@@ -290,12 +298,12 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
     """A function for the argument `groups` of `Wrapper.make_optimizer`, which gives some parameters no weight decay.
 
     parts  parts of the names of these parameters, divided by |, such as "ln|embeddings"; a name must contain one of
-           them. ValueError for a part that no name contains
+           them. ValueError for a part that no name contains, and for an empty one, which all names would contain
     """
     names = "\n".join(dict(instance("module", module, nn.Module).named_parameters()))
     hold(
         *(
-            (text in names, f"undecayed={parts!r}: no parameter's name has {text!r} in it")
+            (text and text in names, f"undecayed={parts!r}: {text!r} is empty, or in no parameter's name")
             for text in instance("parts", parts, str).split("|")
         )
     )
@@ -329,7 +337,7 @@ def clip_grad_norm(
     norm is the L2 norm of all gradients as one vector, before clipping, on the first gradient's device and in at least
     float32, so that the norm of float16 gradients cannot overflow; 0 when there are none. The host does not wait for
     it: with a norm of NaN every gradient becomes NaN, with an infinite one the finite gradients become 0 and the
-    infinite ones NaN. Look at the returned norm before you step. `max_norm=math.inf` only measures.
+    infinite ones NaN. Look at the returned norm before you step. `max_norm=math.inf` only measures, whatever the norm.
 
     ValueError: a negative or NaN max_norm or eps; a set of parameters, whose order is another in each process, so that
     ranks would round the norm in different ways, and their weights would drift apart.
@@ -372,7 +380,10 @@ def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: 
 
 
 def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
-    """min(1, max_norm / (norm + eps)), a scalar tensor as norm is. ValueError: a negative or NaN max_norm or eps."""
+    """min(1, max_norm / (norm + eps)), a scalar tensor as norm is; 1 for an infinite max_norm, whatever the norm.
+
+    ValueError: a negative or NaN max_norm or eps.
+    """
     hold(
         *(
             (
@@ -382,7 +393,7 @@ def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
             for name, value in dict[str, Any](max_norm=max_norm, eps=eps).items()
         )
     )
-    return (max_norm / (norm + eps)).clamp(max=1)
+    return torch.ones_like(norm) if max_norm == math.inf else (max_norm / (norm + eps)).clamp(max=1)
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:

@@ -161,7 +161,13 @@ def make_tokens(context: RunContext) -> None:
         context.config.data.engine, tokenizer, corpus.files, threads=context.processes, say=context.say
     )
     by = f" by {engine.name}" if engine else ""
-    context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB{by}")
+    others = [
+        f"{name}={before[name]!r}" for name, text in _names(context.config).items() if before.get(name, text) != text
+    ]
+    instead = (
+        f", in place of the tokens of {', '.join(others)}, also for a training that goes on here" if others else ""
+    )
+    context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB{by}{instead}")
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
     context.wait()  # it is gone before any shard is written over

@@ -52,8 +52,6 @@ class RunContext:
     @property
     def device(self) -> torch.device:
         """This rank's device. ValueError where train.device names a device that this machine lacks."""
-        if torch.distributed.is_initialized():
-            return group.device()
         name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
         values.hold(
             (
@@ -61,7 +59,7 @@ class RunContext:
                 f"train.device={name!r} must be cpu, or cuda where there is a CUDA device",
             )
         )
-        return torch.device(name)
+        return group.device() if torch.distributed.is_initialized() else torch.device(name)
 
     @property
     def autocast(self) -> Callable[[], torch.autocast]:

@@ -438,7 +438,10 @@ def test_bad_training_input_is_refused(tmp_path: Path) -> None:
             train(files, size, [END])
     with pytest.raises(ValueError, match="processes=0 must be at least 1"):
         train([text], 300, [END], 0)
+    with pytest.raises(ValueError, match="special token 'a' is an ordinary token of this vocabulary"):
+        train([text], 300, ["a"])
     assert train([text], 5000).vocab_size < 300  # the text is used up
+    assert train([text], 260, [END, END]).fingerprint == train([text], 260, [END]).fingerprint  # once is enough
 
 
 def test_bad_files_are_refused(tmp_path: Path) -> None:

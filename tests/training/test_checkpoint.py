@@ -5,6 +5,7 @@ rank has 3 files. "shared" and "rank-N" are the names of its parts. `saved.own(r
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -318,6 +319,8 @@ def test_wrong_arguments_and_a_wrong_manifest_are_refused(tmp_path: Path) -> Non
     for step, keep in ((-1, None), (1, 0)):
         with pytest.raises(ValueError, match="must be at least"):
             save(tmp_path, step, STATE, keep=keep)
+    with pytest.raises(SaveError, match="step-00000001.json: could not be saved: ValueError: Out of range float"):
+        save(tmp_path, 1, STATE, facts={"best": math.inf})  # which JSON lacks: it could not be read again
     (tmp_path / "step-00000001.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="must be an object with 'sha256', a string"):
         read(tmp_path / "step-00000001.json")

@@ -75,6 +75,8 @@ def test_a_state_that_could_not_be_loaded_is_refused_before_it_replaces_a_file(t
 
 
 def test_a_file_that_does_not_fit_or_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere.pt: .* loading it gives No such file or directory"):
+        load_checkpoint(tmp_path / "nowhere.pt", *made(0))
     path = tmp_path / "checkpoint.pt"
     save_checkpoint(*made(0), 0, path)
     with pytest.raises(ValueError, match=r"checkpoint.pt: does not fit this model and optimizer: Error"):

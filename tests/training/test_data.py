@@ -170,6 +170,16 @@ def test_bad_tokenization_input_is_refused(tmp_path: Path) -> None:
         tokenize_files(tokenizer(), [tmp_path / "empty"], tmp_path / "ids.npy", rank=2, world_size=2)
 
 
+@pytest.mark.parametrize(("text", "output"), [("a.json", "a.npy"), ("a.npy", "a.npy"), ("a.txt", "b.json")])
+def test_tokens_are_not_written_over_their_text_or_each_other(tmp_path: Path, text: str, output: str) -> None:
+    """The facts about NAME.npy are in NAME.json, which is removed before the text is read."""
+    (tmp_path / text).write_text(TEXT)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=f"output='.*{output}' must be another NAME.npy"):
+        tokenize_files(tokenizer(), [tmp_path / "link" / text], tmp_path / output)
+    assert (tmp_path / text).read_text() == TEXT
+
+
 # context length, batch size, ranks, micro-batches of a step, tokens
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(8, 200))
 

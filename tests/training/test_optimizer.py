@@ -34,6 +34,7 @@ from lmsys.training.optimizer import (
     grad_norm,
     scale_gradients,
     set_lr,
+    undecayed,
 )
 from tests.support.optimizers import saved
 
@@ -501,6 +502,7 @@ def test_sparse_and_complex_gradients_are_refused_and_nothing_moves(kind: type[A
         (AdamW, partial(torch.optim.AdamW, maximize=True), "maximize=True"),
         (AdamW, torch.optim.Adam, "decoupled_weight_decay=False"),
         (AdamW, Muon, "the state dict is not AdamW's: its param group has use_muon=True"),
+        (AdamW, torch.optim.SGD, "the state dict is not AdamW's: its param group lacks betas, eps"),
         (Muon, AdamW, "use_muon=None, where this one has True"),
         (Muon, partial(Muon, use_muon=False), "use_muon=False, where this one has True"),
         (Muon, partial(torch.optim.AdamW, amsgrad=True), "use_muon=None"),
@@ -616,6 +618,21 @@ def test_a_norm_that_is_not_finite_is_returned(bad: float, left: list[float]) ->
     p.grad = torch.tensor([1.0, bad])
     torch.testing.assert_close(clip_grad_norm([p], 1.0), torch.tensor(bad), equal_nan=True)
     torch.testing.assert_close(p.grad, torch.tensor(left), equal_nan=True)
+
+
+@pytest.mark.parametrize("parts", ["", "weight|", "|weight", "bias"])
+def test_a_part_of_no_name_or_of_every_name_is_refused(parts: str) -> None:
+    """The empty text is a part of every name: no parameter at all would decay."""
+    with pytest.raises(ValueError, match="undecayed='.*': '.*' is empty, or in no parameter's name"):
+        undecayed(torch.nn.Linear(2, 2, bias=False), parts)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_infinite_max_norm_only_measures(bad: float) -> None:
+    p = torch.zeros(2, requires_grad=True)
+    p.grad = torch.tensor([1.0, bad])
+    torch.testing.assert_close(clip_grad_norm([p], math.inf), torch.tensor(bad), equal_nan=True)
+    torch.testing.assert_close(p.grad, torch.tensor([1.0, bad]), equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_what_stands_where_a_run_writes_is_named(tmp_path: Path, name: str, caps
     assert path.is_dir() == (name in pipeline.FILES)
 
 
-NO_NULL = r"'a\x00b' must be a path, which has no null byte"
+NO_NULL = r"'a\x00b' must be a path: not empty, and without a null byte"
 
 
 @pytest.mark.parametrize(
@@ -287,3 +287,17 @@ def test_tokens_of_another_text_are_named(
     for step in ("train", "evaluate"):
         assert pipeline.run(run.changed([f"{setting}=other.txt"]), (step,)) == 0
         assert f"has the tokens of {setting}={before}, not of 'other.txt'; the step" in capsys.readouterr().out
+
+
+def test_a_training_that_goes_on_with_other_text_says_so(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a given tokenizer nothing else differs: with one of its own the run is refused."""
+    text, other = data / "text.txt", tmp_path / "other.txt"
+    other.write_text(text.read_text().replace("cat", "dog"))
+    run = config(tmp_path / "run", f"data.corpus={text}", f"data.tokenizer={data / 'tokenizer'}")
+    assert pipeline.run(run, pipeline.WRITERS) == 0
+    assert "in place of" not in capsys.readouterr().out
+    assert pipeline.run(run.changed([f"data.corpus={other}"]), pipeline.WRITERS) == 0
+    printed = capsys.readouterr().out
+    assert f"in place of the tokens of data.corpus={str(text)!r}, also for a training that goes on here" in printed

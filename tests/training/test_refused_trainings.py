@@ -44,6 +44,8 @@ REFUSED = (  # options after those of `ended`
     "--set train.batch_size=6 --set train.micro_batch_size=4",
     "--set train.batch_size=16",
     "--set train.device=tpu",
+    "--ranks 1 --set train.device=tpu",
+    "--set train.eps=0",
     "--set train.graph=true",
     "--set train.precision=fp8",
     "--set data.packing=documents",
@@ -73,6 +75,7 @@ REFUSED = (  # options after those of `ended`
     "evaluate --set model.num_heads=1",
     "generate --set model.num_heads=1",
     "sing",
+    "--output=",
     "--output text.txt",
     "--output foreign",
 )
@@ -82,6 +85,9 @@ TOLD = {
     # The weights have the same shapes with any number of heads.
     "evaluate --set model.num_heads=1": "saved with model.num_heads=2; this run has 1",
     "generate --set model.num_heads=1": "saved with model.num_heads=2; this run has 1",
+    "--ranks 1 --set train.device=tpu": "train.device='tpu' must be cpu, or cuda where there is a CUDA device",
+    "--set train.eps=0": "train: eps=0.0 must be more than 0",
+    "--output=": "the config: output='' must be a path: not empty, and without a null byte",
     "--corpus missing.txt": "must be stdlib, tinystories or the path of a text file",
     "--corpus other.txt": "run: holds a training on other text: name another --output for this",
     "--set train.lr=1e38": "train: lr=1e+38 must be at least 0 and at most 1,000,000,000",
