@@ -437,7 +437,8 @@ class Fsdp(wrapper.Wrapper):
 
     def _begin_forward(self, release: Callable[[flat_shard.Unit], Any]) -> None:
         """Begins a walk over the expected order; the walk calls `release` with a unit whose last use is over."""
-        self._running.clear()  # units are left over from a forward that an exception has ended
+        while self._running:  # units are left over from a forward that an exception has ended
+            self._running.pop().free(again=True)  # so that a read of their parameters is noticed again
         self._walk = flat_shard.Walk(self._order, release, release_first=True)
         for unit in (self._units[0], *self._order[:1]):  # first what is in no block
             unit.gather()

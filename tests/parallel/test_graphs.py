@@ -271,6 +271,17 @@ FOUND = (  # (strategy, graph, ways) of cases that were wrong once
         ),
         ["step"] * 5,
     ),
+    # A forward that fails leaves a block gathered, whose parameters the next forward reads outside of the block.
+    (
+        "fsdp",
+        Graph(
+            ((Call("call", 1),), (Call("segment", 0),), (Call("method", 0), Call("own", 0))),
+            ("mlp",) * 2,
+            "reversed",
+            outside=False,
+        ),
+        ["step", "fail_in_forward", "step"],
+    ),
 )
 
 
