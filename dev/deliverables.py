@@ -299,10 +299,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--problem", action="append", default=[], metavar="NAME", help="those whose name begins so")
     parser.add_argument("--row", action="append", default=[], metavar="ROW", help="of attention, beside naive")
     given = parser.parse_args(arguments)
+    found, begins = [*problems()], tuple(given.problem) or ("",)
+    names = dict.fromkeys([*(problem.name for problem in found), *COMPUTED])
+    for begin in begins:
+        if not any(name.startswith(begin) for name in names):
+            parser.error(f"--problem {begin}: no problem's name begins so; they are {', '.join(names)}")
     folder = given.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    begins = tuple(given.problem) or ("",)
-    for problem in problems():
+    for problem in found:
         if problem.name.startswith(begins):
             print(write(problem, folder, given.row), flush=True)
     for name, answer in COMPUTED.items():

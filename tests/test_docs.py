@@ -5,9 +5,11 @@ import ast
 import importlib.util
 import math
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,3 +253,16 @@ def test_python_in_pages_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             # Other pages' code takes minutes, or has names that a reader must define: only its imports run.
             body = tree.body if page == "docs/kernel.md" else imports
             exec(compile(ast.Module(body, []), page, "exec"), {})
+
+
+def test_a_clone_in_which_the_pages_commands_were_run_is_as_it_was() -> None:
+    """Otherwise results say "with local changes"; during a run that holds for the lock beside its result, too."""
+    options = {"-o", "--output", "--benchmark-json", "--traces", "--html", "--measure"}
+    asked = [words for page in PAGES for words in commands(page) if words[0] not in ("nsys", "ncu")]
+    written = {word for words in asked for option, word in pairwise(words) if option in options and not word.isupper()}
+    written |= {Path(word).name for words in asked if words[0] == "cp" and words[-1] == "." for word in words[1:-1]}
+    written = {name if Path(name).suffix else f"{name}/" for name in written}
+    names = written | {f"{name}{end}" for name in written if name.endswith(".json") for end in (".lock", ".partial")}
+    line = ["git", "check-ignore", "--no-index", "--stdin"]
+    done = subprocess.run(line, input="\n".join(names), cwd=ROOT, capture_output=True, text=True)
+    assert len(names) > 100 and names - {*done.stdout.splitlines()} == set()

@@ -387,7 +387,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
 
         terminalreporter.section("cases")
         for line in (
-            *terminal.lines(session.content, every=terminalreporter.verbosity > 0, contends=session.contends),
+            *terminal.lines(session.content, every=terminalreporter.verbosity > 0, standing=session.standing),
             *session.summary(),
         ):
             terminalreporter.write_line(options.as_typed(terminalreporter.config, line))

@@ -474,13 +474,20 @@ class Session:
             for row, kind in known[:1]:
                 yield f"why {impl} was {outcome}: lmsys check {shlex.join([row, f'--kind={kind}', *asked])}"
 
-    def contends(self, answer: Record) -> bool:
-        """True if the row of a record may be called the fastest: it does the same work as those it is compared with.
+    def standing(self, answer: Record) -> Record:
+        """What the summary needs to know of a record's row: {"contends": bool, "own": bool}.
 
-        False for records of the earlier state of the code (--against), and of cases that this run has not collected.
+        contends  it may be called the fastest: it does the same work as those it is compared with
+        own       it is from a file of the user's
+
+        Both are False for records of the earlier state of the code (--against), and of cases that this run has not
+        collected.
         """
-        case = self._cases.get((answer["benchmark"], answer["id"]))
-        return case is not None and not answer.get("against") and self.benchmarks[answer["benchmark"]].contends(case)
+        case = None if answer.get("against") else self._cases.get((answer["benchmark"], answer["id"]))
+        return {
+            "contends": case is not None and self.benchmarks[answer["benchmark"]].contends(case),
+            "own": case is not None and ".py:" in case.entry.target,
+        }
 
     def close(self) -> None:
         """Ends the runner, and saves how long groups took: from this the next run estimates the time left."""

@@ -2,8 +2,9 @@
 
 For each setting the summary lists the rows (implementations) that ran, the fastest first, in the words of the page. A
 setting is a section (a grid) of the sweep with values of those axes that are words, such as direction, dtype and mask.
-Axes that are numbers are sizes: if the lines of all sizes would be more than MOST, only the largest size is shown. Rows
-that could not run are left out: the plugin prints the reasons below. `_table` chooses the columns; ABOUT explains them.
+Axes that are numbers are sizes: if the lines of all sizes would be more than MOST, only the largest size is shown: of it
+the fastest rows, and those of the reader's own files. Rows that could not run are left out: the plugin prints the
+reasons below. `_table` chooses the columns; ABOUT explains them.
 """
 
 import shutil
@@ -13,27 +14,28 @@ from textwrap import wrap
 from lmsys.bench import fields, record, verdict
 from lmsys.reports import cells, load, tables, views, words
 
-MOST = 20  # the most lines of a benchmark, unless `every` case is asked for
+MOST = 20  # the most lines of a benchmark, those of the reader's own rows aside, unless `every` case is asked for
 NARROW = 18  # the fewest characters that a setting gets, in a narrow terminal
 # {field: head of its column}, for fields whose unit is no head.
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
 HEADS = SHARES | {fields.ERROR.name: "error"}
 ABOUT = (
-    "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
-    "all). Speed is over the fastest other row, of somebody else's if any took turns, by rounds; level: by medians the "
-    "other is the faster one. error: over what is allowed, at most 1 where right. wrong: the reason stands below. "
-    "disturbed: the machine was busy or slowed."
+    "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any, and of many rows "
+    "the fastest and those of your files (pytest -v shows all). Speed is over the fastest other row, of somebody "
+    "else's if any took turns, by rounds; level: by medians the other is the faster one. error: over what is allowed, "
+    "at most 1 where right. wrong: the reason stands below. disturbed: the machine was busy or slowed."
 )
 
 
 def lines(
-    result: fields.Record, every: bool, contends: Callable[[fields.Record], bool], width: int = 0
+    result: fields.Record, every: bool, standing: Callable[[fields.Record], fields.Record], width: int = 0
 ) -> Iterator[str]:
     """Yields the lines of a table for each benchmark of which a case was timed.
 
     result    machine, fields, rows and records, as in a result file
     every     True (pytest -v): all cases that ran are shown, not only MOST lines of each benchmark
-    contends  returns True for a case whose row does the same work as the others of its comparison
+    standing  standing(record) is {"contends": True if its row does the same work as the others of its comparison,
+              "own": True if its row is from a file of the reader's}
     width     characters of a line; by default those of this terminal
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
@@ -42,7 +44,7 @@ def lines(
     ):
         names = dict.fromkeys(case["benchmark"] for case in machine.records if case["time_s"])
         for name in names:
-            view = views.view_of(machine, name).adding(lambda case: {"contends": contends(case)})
+            view = views.view_of(machine, name).adding(standing)
             yield from _table(view, width, every or len(view.cases) <= MOST)
         yield from wrap(ABOUT, width) if names else ()
 
@@ -89,12 +91,11 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
     """Yields the cells of a line for each row, the fastest first: name, figures, speed over another, how it ended.
 
     part  the cases of one comparison
-    most  the most lines
+    most  the most lines; rows of the reader's own are shown in any case
 
     A row of an earlier state of the code, `ROW@COMMIT`, follows the same row of today, and its speed is over that one.
     """
     names = part.identifying(["impl"])
-    contenders = part.only("time_s and contends").cases
     by_id = {case["id"]: case for case in part.cases}
     # By a case's id: the case of today's row, which is itself unless it is of an earlier state.
     today = {name: by_id.get(record.today(case)["id"], case) for name, case in by_id.items()}
@@ -110,10 +111,11 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
             case is not current,
         )
 
-    for case in sorted(part.cases, key=place)[:most]:
+    ranked = enumerate(sorted(part.cases, key=place))
+    for case in [case for at, case in ranked if at < most or today[case["id"]]["own"]]:
         base = today[case["id"]]
         if base is case and case["contends"]:
-            rivals = [rival for rival in contenders if rival["impl"] != case["impl"]]
+            rivals = [rival for rival in part.only("time_s and contends").cases if rival["impl"] != case["impl"]]
             rivals = [rival for rival in rivals if rival["peer"]] or rivals
             base = min(verdict.undisturbed(rivals), key=verdict.time_of, default=case)
         ratio = None if base is case else verdict.ratio_of(case, base)

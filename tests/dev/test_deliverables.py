@@ -80,6 +80,17 @@ def test_tables_and_plots_that_the_page_names_are_shown(tmp_path: Path) -> None:
     assert parts == ["![cpu-2-model-sizes](plots/cpu-2-model-sizes.svg)", "tables/cpu-2-model-sizes-forward-time-x.md"]
 
 
+def test_a_misspelt_problem_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["-o", str(tmp_path / "new"), "--problem", "memory", "--problem", "gradient_chekpointing"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out and not (tmp_path / "new").exists()
+    assert "--problem gradient_chekpointing: no problem's name begins so" in said.err
+    assert all(name in said.err for name in COMPUTED)
+
+
 def test_computed_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(deliverables, "SHAPE", ("tiny", 16, 2))
     options = [word for name in COMPUTED for word in ("--problem", name)]

@@ -5,6 +5,7 @@ comparison), or, if there are many cases, about all of a direction, forward or b
 something disturbed the machine answers a question only if all times of that question are such. Records are made up.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -39,7 +40,7 @@ def records_of(drawn: dict[tuple[str, int, str], tuple[float, bool]]) -> list[Re
 
 def printed_of(records: list[Record], every: bool = False, width: int = 120) -> list[str]:
     """The printed lines. `every`: with all cases; `width`: of the terminal, in characters."""
-    return list(lines(content_of(records), every, lambda _: True, width))
+    return list(lines(content_of(records), every, lambda _: {"contends": True, "own": False}, width))
 
 
 def tables(printed: list[str]) -> Iterator[list[str]]:
@@ -152,7 +153,7 @@ def test_an_earlier_state_of_a_row_follows_it_with_its_speedup_over_it() -> None
     records = [record("attention", name, seconds) for name, seconds in times.items()]
     for name, seconds in {"sdpa": 1e-3, "naive": 8e-3}.items():
         records.append(earlier(record("attention", name, seconds), against))
-    printed = lines(content_of(records), False, lambda case: not case["against"], 120)
+    printed = lines(content_of(records), False, lambda case: {"contends": not case["against"], "own": False}, 120)
     (table,) = tables(list(printed))
     assert [line.split()[0] for line in table] == ["sdpa", "sdpa@1a2b3c", "flex", "naive", "naive@1a2b3c"]
     assert "2.00 × sdpa" in table[1] and "0.500 × naive" in table[4]
@@ -175,6 +176,22 @@ def test_the_largest_undisturbed_of_many_sizes_is_shown() -> None:
     (table,), largest = tables(printed_of(records)), [record for record in records if record["queries"] == 2**12]
     assert [line.split()[1] for line in table] == [number(1e3 * record["time_s"]) for record in largest]
     assert not any("disturbed" in line for line in table)
+
+
+def test_a_row_of_the_readers_own_is_shown_in_each_setting_however_slow_or_wrong() -> None:
+    """Of 4 rows in 8 settings only the 2 fastest of each fit into MOST lines, and the reader's own is the slowest."""
+    settings = [(way, dtype, causal) for way in ("fwd", "bwd") for dtype in ("float32", "float16") for causal in (0, 1)]
+    records = [
+        record("attention", row, (1 + at) * 1e-3, direction=way, dtype=dtype, causal=bool(causal))
+        for way, dtype, causal in settings
+        for at, row in enumerate(("sdpa", "flex", "naive", "mine"))
+    ]
+    records += [record("attention", "mine_too", outcome="wrong", reason="o is off", direction="fwd")]
+    printed = lines(content_of(records), False, lambda case: {"contends": True, "own": "mine" in case["impl"]}, 120)
+    (table,) = tables(list(printed))
+    words = [line.split("\N{MULTIPLICATION SIGN}")[0].split() for line in table]
+    shown = Counter(row for line in words for row in ("sdpa", "flex", "naive", "mine", "mine_too") if row in line)
+    assert shown == {"sdpa": 8, "flex": 8, "mine": 8, "mine_too": 1}
 
 
 def test_without_a_time_there_is_no_table() -> None:
