@@ -2,8 +2,8 @@
 
 For each setting the summary lists the rows (implementations) that ran, the fastest first, in the words of the page. A
 setting is a section (a grid) of the sweep with values of those axes that are words, such as direction, dtype and mask.
-Axes that are numbers are sizes: if the lines of all sizes would be more than MOST, only the largest size is shown: of it
-the fastest rows, and those of the reader's own files. Rows that could not run are left out: the plugin prints the
+Axes that are numbers are sizes: if the lines of all sizes would be more than MOST, only the largest size is shown: of
+it the fastest rows, and those of the reader's own files. Rows that could not run are left out: the plugin prints the
 reasons below. `_table` chooses the columns; ABOUT explains them.
 """
 
