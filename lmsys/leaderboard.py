@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     try:
-        values.hold((given.folder.is_dir(), f"{given.folder}: is no folder of result files"))
-        benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
-        rows, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
+        paths = sorted(given.folder.glob("*.json*"))
+        values.hold((paths, f"{given.folder}: is no folder of result files: it has no *.json and no *.json.gz"))
+        rows, refused, workload = ranked(paths, benchmarks_in(*given.benchmarks or FOLDERS), given.anchor)
         html = page.render(
             "leaderboard.html", heads=HEADS, rows=rows, refused=refused, workload=sorted(workload), anchor=given.anchor
         )

@@ -125,7 +125,10 @@ def test_a_row_counts_only_beside_the_anchor_and_as_it_is_today(content: Content
 
 def test_a_bad_folder_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "site").write_text("a file of somebody else")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.json").write_text("{}")
     assert leaderboard.main([str(tmp_path), "-o", str(tmp_path / "site")]) == 2
     assert "a folder is needed" in capsys.readouterr().err
-    assert leaderboard.main([str(tmp_path / "no"), "-o", str(tmp_path / "new")]) == 2
-    assert "no: is no folder of result files" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    for name in ("no", "empty"):
+        assert leaderboard.main([str(tmp_path / name), "-o", str(tmp_path / "new")]) == 2
+        assert f"{name}: is no folder of result files" in capsys.readouterr().err and not (tmp_path / "new").exists()
