@@ -83,7 +83,7 @@ def tokenize_files(
         (sum(part.size for part in parts), str(chunks.no_text(parts))),
         (
             len(written) == 2 and written.isdisjoint(part.path.resolve() for part in parts),
-            f"output={values.shortly(str(output))} must be another NAME.npy: ids are written there and facts about them"
+            f"output={str(output)!r} must be another NAME.npy: ids are written there and facts about them"
             f" to {path.with_suffix('.json').name}, over a text that is to be read, or over the ids",
         ),
     )
