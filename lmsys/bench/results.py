@@ -475,7 +475,7 @@ class Session:
                 yield f"why {impl} was {outcome}: lmsys check {shlex.join([row, f'--kind={kind}', *asked])}"
 
     def standing(self, answer: Record) -> Record:
-        """What the summary needs to know of a record's row: {"contends": bool, "own": bool}.
+        """Facts about a record's row that the summary at a run's end needs: {"contends": bool, "own": bool}.
 
         contends  it may be called the fastest: it does the same work as those it is compared with
         own       it is from a file of the user's

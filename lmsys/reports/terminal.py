@@ -96,6 +96,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
     A row of an earlier state of the code, `ROW@COMMIT`, follows the same row of today, and its speed is over that one.
     """
     names = part.identifying(["impl"])
+    contenders = part.only("time_s and contends").cases
     by_id = {case["id"]: case for case in part.cases}
     # By a case's id: the case of today's row, which is itself unless it is of an earlier state.
     today = {name: by_id.get(record.today(case)["id"], case) for name, case in by_id.items()}
@@ -111,11 +112,11 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
             case is not current,
         )
 
-    ranked = enumerate(sorted(part.cases, key=place))
-    for case in [case for at, case in ranked if at < most or today[case["id"]]["own"]]:
+    ranked = sorted(part.cases, key=place)
+    for case in ranked[:most] + [case for case in ranked[most:] if today[case["id"]]["own"]]:
         base = today[case["id"]]
         if base is case and case["contends"]:
-            rivals = [rival for rival in part.only("time_s and contends").cases if rival["impl"] != case["impl"]]
+            rivals = [rival for rival in contenders if rival["impl"] != case["impl"]]
             rivals = [rival for rival in rivals if rival["peer"]] or rivals
             base = min(verdict.undisturbed(rivals), key=verdict.time_of, default=case)
         ratio = None if base is case else verdict.ratio_of(case, base)

@@ -62,10 +62,10 @@ def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Ite
                 start = stop
 
 
-def no_text(parts: Iterable[Chunk]) -> ValueError:
-    """The error to raise where all files are empty, or none are given."""
+def no_text(parts: Iterable[Chunk]) -> str:
+    """The words of the error where all files are empty, or none are given."""
     paths = ", ".join(str(part.path) for part in parts)
-    return ValueError(f"there is no text in {paths}" if paths else "no files are given")
+    return f"there is no text in {paths}" if paths else "no files are given"
 
 
 def whole(file: str | Path | Chunk) -> Chunk:

@@ -50,7 +50,7 @@ def train(
         )
     )
     if not (counts := count_pretokens(files, special_tokens, processes)):
-        raise chunks.no_text(map(chunks.whole, files))
+        raise ValueError(chunks.no_text(map(chunks.whole, files)))
     merges = learn_merges(counts, vocab_size - smallest)
     vocab = [*(bytes([byte]) for byte in range(_NUM_BYTES)), *(left + right for left, right in merges)]
     return codec.Tokenizer(dict(enumerate(vocab)), merges, special_tokens)  # which gives special tokens the next ids

@@ -80,7 +80,7 @@ def tokenize_files(
     path = shards(values.path("output", output), world_size)[rank]
     written = {file.resolve() for file in (path, path.with_suffix(".json"))}
     values.hold(
-        (sum(part.size for part in parts), str(chunks.no_text(parts))),
+        (sum(part.size for part in parts), chunks.no_text(parts)),
         (
             len(written) == 2 and written.isdisjoint(part.path.resolve() for part in parts),
             f"output={str(output)!r} must be another NAME.npy: ids are written there and facts about them"

@@ -147,8 +147,7 @@ def run_blocks(model: Any, blocks: str, **compiler: Any) -> None:
     blocks, compiler  as in `Execution`
     ValueError for other blocks.
     """
-    one_of("blocks", blocks, ("eager", "compiled", "fused"))
-    if blocks == "fused":
+    if one_of("blocks", blocks, ("eager", "compiled", "fused")) == "fused":
         model.fuse_blocks()
     elif blocks == "compiled":
         model.compile_blocks(**compiler)

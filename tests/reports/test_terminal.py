@@ -179,7 +179,7 @@ def test_the_largest_undisturbed_of_many_sizes_is_shown() -> None:
 
 
 def test_a_row_of_the_readers_own_is_shown_in_each_setting_however_slow_or_wrong() -> None:
-    """Of 4 rows in 8 settings only the 2 fastest of each fit into MOST lines, and the reader's own is the slowest."""
+    """MOST lines have room for the 2 fastest of 4 rows in each of 8 settings, and the reader's own is the slowest."""
     settings = [(way, dtype, causal) for way in ("fwd", "bwd") for dtype in ("float32", "float16") for causal in (0, 1)]
     records = [
         record("attention", row, (1 + at) * 1e-3, direction=way, dtype=dtype, causal=bool(causal))
