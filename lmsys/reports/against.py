@@ -33,10 +33,10 @@ from lmsys.values import hold, sentences_of
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # facts of a run: runs that differ in one are not compared
 ADVICE = ": measure both alike, or ask for --anyway"  # ends messages on such runs
-FACTS = ("date", "commit", "driver", "command")  # facts of a run that the table of the two runs has
+FACTS = ("date", "commit", "driver", "torch", "command")  # facts of a run that the table of the two runs has
 # "beside" is the anchor of `lmsys.bench.changes`: a row that took turns with this one in both runs. If the clock of the
 # machine changed, both rows changed with it, so the change of their ratio is what counts.
-COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
+COLUMNS = ["case", "row", "before, µs", "after, µs", "time after / before", "95 %", "beside", "verdict"]
 MEANINGS = {  # of verdicts, for the table that counts them
     BROKEN: "right before, and not after",
     SLOWER: "slower by more than the margin",
@@ -105,9 +105,12 @@ def machine_of(paths: Sequence[Path]) -> load.Machine:
 
 
 def hold_alike(before: load.Machine, after: load.Machine) -> None:
-    """ValueError unless the two runs have the same machine and versions, and timed each case by the same clock."""
+    """ValueError unless the two runs have the same machine and versions, and timed each case by the same clock.
+
+    On a CPU they must also have run as many threads: more threads help some rows more than others.
+    """
     hold((before.title == after.title, f"before ran on {before.title}, after on {after.title}{ADVICE}"))
-    for name in DECIDE:
+    for name in DECIDE + ("threads",) * (after.runs[0].get("device") != "cuda"):
         was, now = (" and ".join(sorted({str(run.get(name)) for run in side.runs})) for side in (before, after))
         hold((was == now, f"before has {name} {was}, after has {name} {now}{ADVICE}"))
     clocks = {(case["benchmark"], case["id"]): case["clock"] for case in before.records if case["clock"]}
@@ -150,15 +153,20 @@ def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]
     facts = []
     for name, side in pair.sides.items():
         for run in side.runs:
-            facts.append({"run": name} | {fact: str(run.get(fact) or "unknown") for fact in FACTS})
+            facts.append(
+                {"run": name, "machine": load.title_of(run)} | {fact: str(run.get(fact) or "unknown") for fact in FACTS}
+            )
     runs = items.Table(
         name=f"{slug}-runs",
         title="The two runs",
         caption="",
-        columns=["run", "date", "commit", "driver"],
-        rows=[[run["run"], run["date"][:10], run["commit"][:10], run["driver"]] for run in facts],
+        columns=["run", "machine", "date", "commit", "driver", "torch"],
+        rows=[
+            [run["run"], run["machine"], run["date"][:10], run["commit"][:10], run["driver"], run["torch"]]
+            for run in facts
+        ],
         data=facts,
-        keys=4,
+        keys=6,
     )
     changed = [change for change in pair.changes if change.is_changed]
     by_benchmark = fields.grouped((str(change.new["benchmark"]), change) for change in pair.changes)

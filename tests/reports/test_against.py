@@ -117,6 +117,24 @@ def test_what_cannot_be_compared_is_refused(
     assert not machine or compared(tmp_path / "out", old, new, "--anyway") == 0
 
 
+def test_on_a_cpu_runs_with_as_many_threads_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second thread helps some rows more than others, so that one seems to have changed beside its peer."""
+    for device, expected in (("cpu", 2), ("cuda", 0)):
+        old, new = (run(tmp_path / f"{threads}.json", 1, device=device, threads=threads) for threads in (1, 2))
+        assert compared(tmp_path / "out", old, new) == expected
+    assert "before has threads 1, after has threads 2: measure both alike" in capsys.readouterr().err
+
+
+def test_the_page_names_the_machines_and_versions_that_are_compared_anyway(tmp_path: Path) -> None:
+    old = run(tmp_path / "old.json", 1, name="Another GPU", torch="9.9")
+    assert compared(tmp_path / "out", old, run(tmp_path / "new.json", 1), "--anyway") == 0
+    files = {f"tables/{path.name}": path.read_bytes() for path in (tmp_path / "out" / "tables").iterdir()}
+    machines = {"before": ("Another GPU", "9.9"), "after": ("Synthetic GPU", "0.0.0")}
+    assert {line["run"]: (line["machine"], line["torch"]) for line in cells(files, "runs")} == machines
+    sdpa = next(line for line in cells(files, "all-attention") if line["row"] == "sdpa_flash")
+    assert float(sdpa["after, µs"].replace(",", "")) == pytest.approx(2000, rel=0.02)
+
+
 def test_a_run_alone_needs_rows_as_they_were_and_takes_no_margin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
