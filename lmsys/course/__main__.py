@@ -62,22 +62,25 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns
     try:
+        # Before minutes of questions: a folder that cannot be made is refused.
+        for folder in filter(None, (given.html and given.html.parent, given.measure)):
+            folder.mkdir(parents=True, exist_ok=True)
         for answer in answers_of(checkout.root_of(given.folder), given.part):
             answers.append(answer)
             print(json.dumps(answer) if given.json else _line(answer, width), flush=True)
-    except ValueError as error:  # what does not load has no parts
+        if not given.json:
+            details = [f"{x['part']} ({x['adapter']})\n  {x['text']}\n" for x in answers if "text" in x]
+            print("\n".join(["", *details, *_summary(answers)]))
+        if given.html is not None:
+            given.html.write_text(_page(given.folder, answers), encoding="utf-8")
+        if given.measure is not None:
+            measure(
+                checkout.root_of(given.folder),
+                {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT},
+                given.measure.resolve(),
+            )
+    except (OSError, ValueError) as error:  # what does not load has no parts
         return commands.refused(parser.prog, error)
-    if not given.json:
-        details = [f"{x['part']} ({x['adapter']})\n  {x['text']}\n" for x in answers if "text" in x]
-        print("\n".join(["", *details, *_summary(answers)]))
-    if given.html is not None:
-        given.html.write_text(_page(given.folder, answers), encoding="utf-8")
-    if given.measure is not None:
-        measure(
-            checkout.root_of(given.folder),
-            {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT},
-            given.measure.resolve(),
-        )
     verdicts = {answer["verdict"] for answer in answers}
     return 1 if verdicts & {parts.WRONG, parts.REFUSED} else UNJUDGED * (parts.NOT_JUDGED in verdicts)
 
@@ -91,9 +94,8 @@ def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = [*checkout.path_of(root), *sys.path]
-        environment = {"PYTHONPATH": os.pathsep.join(path)}
-        if NO_GPU:  # a C++ compiler may be missing, and interpreted kernels cannot be compiled
-            environment["TORCHDYNAMO_DISABLE"] = "1"
+        # Without a GPU a C++ compiler may be missing, and interpreted kernels cannot be compiled.
+        environment = {"PYTHONPATH": os.pathsep.join(path)} | ({"TORCHDYNAMO_DISABLE": "1"} if NO_GPU else {})
         with processes.Worker(environment, path=path, folder=root) as worker:
             worker.call(systems.prepare)  # before the checkout is imported, which may ask for a GPU
             written = worker.call(checkout.written)
@@ -158,7 +160,6 @@ def _summary(answers: Sequence[Answer]) -> list[str]:
 
 def _page(folder: Path, answers: Sequence[Answer]) -> str:
     """The answers as HTML."""
-    heads = ("part", "verdict", "what is wrong; what holds beyond the handout", "the handout asks", "adapter")
     rows = [
         (
             *(answer["part"], answer["verdict"]),
@@ -170,7 +171,7 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
     return page.render(
         "course.html",
         folder=folder.resolve().name,
-        heads=heads,
+        heads=("part", "verdict", "what is wrong; what holds beyond the handout", "the handout asks", "adapter"),
         rows=rows,
         bad=(parts.WRONG, parts.REFUSED),
         summary=_summary(answers),
@@ -229,30 +230,25 @@ def measure(root: Path, right: Collection[str], folder: Path) -> None:
     """Runs the benchmarks of the `right` parts, and builds their report in folder/site.
 
     The parts are rows of the bench, beside others, on the workloads of the handout. A command that fails prints why,
-    and the others go on.
+    and the others go on; the report leaves out its file, which would be that of an earlier run.
+
+    folder  exists
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.py").write_text(ROWS.format(root=root, path=checkout.path_of(root)))
-    runs = []  # of Python: the arguments of each
+    (folder / "rows.py").write_text(ROWS.format(root=root, path=checkout.path_of(root)), encoding="utf-8")
+    results = list[str]()
     for benchmark, (rows, options, small) in WORKLOADS.items():
         names = [f"--row={folder / 'rows.py'}:{name}" for part, name in rows.items() if part in right]
-        runs += [
-            [
-                "-m",
-                "lmsys.bench",
-                benchmark,
-                *names,
-                "-o",
-                str(folder / f"{benchmark}.json"),
-                *shlex.split(options),
-                *([] if torch.cuda.is_available() else shlex.split(small)),
-            ]
-        ] * bool(names)
-    results = [run[run.index("-o") + 1] for run in runs]  # the files that they write
-    runs += [["-m", "lmsys.reports", *results, "-o", str(folder / "site")]] * bool(results)
-    for run in runs:
-        print(shlex.join(["python"] + run), flush=True)
-        subprocess.run([sys.executable] + run, check=False)
+        result = str(folder / f"{benchmark}.json")
+        words = shlex.split(options) + ([] if torch.cuda.is_available() else shlex.split(small))
+        results += [result] * (bool(names) and _has_run("lmsys.bench", benchmark, *names, "-o", result, *words))
+    if results:
+        _has_run("lmsys.reports", *results, "-o", str(folder / "site"))
+
+
+def _has_run(*words: str) -> bool:
+    """Prints and runs `python -m words ...`. True if it ended as a whole run of the bench: with 0, or 1 (wrong row)."""
+    print(shlex.join(["python", "-m", *words]), flush=True)
+    return subprocess.run([sys.executable, "-m", *words], check=False).returncode in (0, 1)
 
 
 if __name__ == "__main__":

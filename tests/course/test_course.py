@@ -13,6 +13,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,6 +312,16 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
+@pytest.mark.parametrize("option", ["--html={}/page.html", "--measure={}"])
+def test_where_nothing_can_be_written_nothing_is_asked(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmsys.course.__main__.answers_of", None)
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path), option.format(tmp_path / "file")]) == 2
+    assert re.search(r"^lmsys course: error: .*file", capsys.readouterr().err)
+
+
 def test_the_text_of_an_exception_decides_the_verdict() -> None:
     verdict = partial(verdict_of, raises=True)
     assert verdict("in two steps: rank 0 raises NotImplementedError: no message") == "not written"
@@ -331,8 +342,15 @@ def test_every_part_has_an_adapter_of_the_course() -> None:
 def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`measure` runs the bench on rows of a file that loads the checkout, and then makes a report."""
     ran: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command[1:]))
+    codes = {"attention": 0, "data_parallel": 0}  # with which the bench ends
+
+    def runs(command: list[str], **_: object) -> SimpleNamespace:
+        ran.append(command[1:])
+        return SimpleNamespace(returncode=codes.get(command[3], 0))
+
+    monkeypatch.setattr(subprocess, "run", runs)
     right = {"FlashAttention in Triton, backward", "DDP, bucketed", "linear layer"}
+    (tmp_path / "out").mkdir()
     measure(tmp_path, right, tmp_path / "out")
     (attention, containers, report), rows = ran, tmp_path / "out" / "rows.py"
     assert attention[:4] == ["-m", "lmsys.bench", "attention", f"--row={rows}:student_triton"]
@@ -346,6 +364,13 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert str(tmp_path) in rows.read_text()
     measure(tmp_path, {"linear layer"}, tmp_path / "out")
     assert len(ran) == 3
+    # A file that is there when the bench refuses to run, or is interrupted, is one of an earlier run.
+    codes |= {"attention": 4, "data_parallel": 1}
+    measure(tmp_path, right, tmp_path / "out")
+    assert ran[-1][2:-2] == [str(rows.with_name("data_parallel.json"))]
+    codes["data_parallel"] = 2
+    measure(tmp_path, right, tmp_path / "out")
+    assert [command[1] for command in ran[-2:]] == ["lmsys.bench"] * 2
 
 
 # A program that loads rows of the file that `measure` writes: its argument is the path of this file.
@@ -370,6 +395,7 @@ def test_other_parts_load_where_one_is_not_written(tmp_path: Path) -> None:
         f"class Flash:\n    pass\n\n\ndef {systems.CLASSES['flash_pytorch']}():\n    return Flash\n\n\n"
         f"def {systems.CLASSES['flash_triton']}():\n    raise NotImplementedError\n"
     )
+    (tmp_path / "out").mkdir()
     measure(tmp_path, {"linear layer"}, tmp_path / "out")
     command = [sys.executable, "-c", ROWS, str(tmp_path / "out" / "rows.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
