@@ -5,12 +5,12 @@ A row is an implementation in the table `lmsys.attention.ATTENTION`, such as fla
 result file, the module names the row with the smallest median time: for inference (the forward), and for training (the
 forward and the backward).
 
-The module leaves out rows that were not right or not timed, rows of an earlier commit (ROW@COMMIT), and cases with a
-window, documents or another option. A row that was timed while the machine was disturbed (busy or slowed) counts only
-if all rows of its case were. Rows that `attention` does not know here, such as those of a user's file, are left out as
-well, and the command prints their names. Exit codes: 0 the module is written, 2 the file has no such case, or bad
-usage. A new option of attention that changes which row is fastest belongs in OPTIONS, so that its cases are left out,
-or in CASE and in MODULE.
+The module leaves out rows that were not right or not timed, rows of an earlier commit (ROW@COMMIT), records that lack
+an axis, and cases with a window, documents or another option. A row that was timed while the machine was disturbed
+(busy or slowed) counts only if all rows of its case were. Rows that `attention` does not know here, such as those of a
+user's file, are left out as well, and the command prints their names. Exit codes: 0 the module is written, 2 the file
+has no such case, or bad usage. A new option of attention that changes which row is fastest belongs in OPTIONS, so that
+its cases are left out, or in CASE and in MODULE.
 """
 
 import sys
@@ -64,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content = record.load(given.result)
         strangers = {x["impl"] for x in content["records"] if _is_plain(x)} - ATTENTION.keys()
         fastest = fastest_rows(x for x in content["records"] if x["impl"] not in strangers)
-        values.hold((fastest, f"{given.result}: no row of attention was right there in a case without options"))
+        values.hold(
+            (given.output.suffix == ".py", f"{given.output}: a module is written, so its name must end in .py"),
+            (fastest, f"{given.result}: no row of attention was right there in a case without options"),
+        )
         measured = {name: content["machine"].get(name) for name in MEASURED}
         lines = "\n".join(f"    {case!r}: {row!r}," for case, (_, _, row) in fastest.items())
         with files.replacing(given.output) as file:
@@ -94,8 +97,13 @@ def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Time
 
 
 def _is_plain(x: fields.Record) -> bool:
-    """True for a row of attention as it is today, in a case without options."""
-    return x["benchmark"] == "attention" and "@" not in x["impl"] and not any(map(x.get, OPTIONS))
+    """True for a row of attention as it is today, in a case without options, of which the record says all."""
+    return (
+        x["benchmark"] == "attention"
+        and "@" not in x["impl"]
+        and x.keys() >= {*CASE, "direction"}
+        and not any(map(x.get, OPTIONS))
+    )
 
 
 def _times(records: list[fields.Record], directions: tuple[str, ...]) -> list[Timed]:

@@ -129,8 +129,25 @@ def test_what_stands_in_a_result_is_no_code(tmp_path: Path) -> None:
     assert {case[1] for case in written["FASTEST"]} == {dtype} and written["MEASURED"]["torch"] == torch
 
 
+def test_a_module_never_takes_the_place_of_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "attention.json"
+    result.write_bytes(gzip.decompress(RESULT.read_bytes()))
+    assert main([str(result), "-o", str(result)]) == 2
+    assert f"{result}: a module is written, so its name must end in .py" in capsys.readouterr().err
+    assert result.read_bytes() == gzip.decompress(RESULT.read_bytes())
+
+
+def test_a_record_that_lacks_an_axis_is_left_out() -> None:
+    whole = dict.fromkeys(CASE, 1) | {"benchmark": "attention", "direction": "fwd", "outcome": "ok", "time_s": 2.0}
+    records = [
+        {"impl": "naive"} | {key: value for key, value in whole.items() if key != lacks}
+        for lacks in ("", "dtype", "direction")
+    ]
+    assert [*fastest_rows(records).values()] == [(False, 2.0, "naive")]
+
+
 @pytest.mark.parametrize(
-    ("text", "output"), [("{}", "rows.py"), ("[]", "rows.py"), ("no JSON", "rows.py"), (None, ".")]
+    ("text", "output"), [("{}", "rows.py"), ("[]", "rows.py"), ("no JSON", "rows.py"), (None, "."), (None, "folder.py")]
 )
 def test_a_file_without_attention_or_a_module_that_cannot_be_written_is_usage(
     text: str | None, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -138,5 +155,6 @@ def test_a_file_without_attention_or_a_module_that_cannot_be_written_is_usage(
     result = RESULT if text is None else tmp_path / "x.json"
     if text is not None:
         result.write_text(text)
+    (tmp_path / "folder.py").mkdir()
     assert main([str(result), "-o", str(tmp_path / output)]) == 2
     assert "lmsys pick: error: " in capsys.readouterr().err and not (tmp_path / "rows.py").exists()
