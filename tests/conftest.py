@@ -95,7 +95,7 @@ def foreign_processes() -> Iterator[None]:
     yield
     from lmsys.bench import foreign
 
-    for target, process in foreign._processes.items():
+    for (target, _), process in foreign._processes.items():
         if not target.endswith("foreign:null"):
             process.close()
 

@@ -638,12 +638,12 @@ class Foreign(Entry):
         return (load_target(self.supports)(case) if self.supports else None) or self.missing or None
 
 
-_processes = dict[str, Process]()  # by target
+_processes = dict[tuple[str, str], Process]()  # by (target, device)
 
 
 def process_of(entry: Entry, settings: Settings) -> Process:
     """The process of a row."""
-    return _processes.setdefault(entry.target, Process(entry, settings))
+    return _processes.setdefault((entry.target, settings.device), Process(entry, settings))
 
 
 def null(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:

@@ -232,7 +232,7 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
     return count
 
 
-def own_process(config: pytest.Config, device: str, on_ranks: bool) -> bool:
+def own_process(config: pytest.Config, on_ranks: bool) -> bool:
     """True if --own-process is given and pytest does more than collect.
 
     ValueError where it is given and rows cannot have processes of their own.
@@ -244,7 +244,6 @@ def own_process(config: pytest.Config, device: str, on_ranks: bool) -> bool:
         "torchrun": on_ranks,
         "--against": config.getoption("lmsys_against"),
         "--nvtx": config.getoption("lmsys_nvtx"),
-        f"the device {device!r} (so far it runs on a CPU)": device != "cpu",
         "this system (it needs Linux)": not hasattr(os, "memfd_create"),
     }
     asked: bool = config.getoption("lmsys_own_process")

@@ -254,7 +254,7 @@ def _session(config: pytest.Config) -> results.Session:
             ),
             nvtx=nvtx,
             energy=config.getoption("lmsys_energy"),
-            apart=options.own_process(config, device, group is not None),
+            apart=options.own_process(config, group is not None),
             checks_files=not config.getoption("lmsys_no_check"),
             sustained=config.getoption("lmsys_energy") or sweep.sustained,
             command="python -m pytest " + shlex.join(str(word) for word in config.invocation_params.args),

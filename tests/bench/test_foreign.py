@@ -92,7 +92,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     file = tmp_path_factory.mktemp("rows") / "mine.py"
     file.write_text(FILE)
     yield file
-    for target, process in foreign._processes.items():
+    for (target, _), process in foreign._processes.items():
         if target.startswith(f"{file}:"):
             process.close()
 
@@ -279,7 +279,7 @@ def test_a_row_cannot_make_the_result_unreadable(mine: Path) -> None:
 def test_facts_that_are_none_are_refused(facts: dict[str, Any], mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(Entry("row", f"{mine}:row"), Settings())
     monkeypatch.setattr(process, "ask", lambda name, *_, **__: facts)
-    monkeypatch.setitem(foreign._processes, process.entry.target, process)
+    monkeypatch.setitem(foreign._processes, (process.entry.target, process.settings.device), process)
     with pytest.raises(ValueError, match="row"):
         row_of(mine, "row")
     process.close()
@@ -293,8 +293,9 @@ def test_a_deterministic_case_is_deterministic_there_too(mine: Path) -> None:
         process(*inputs, causal=False, scale=None)
 
 
-def test_the_options_of_attention_are_asked_there_too(mine: Path) -> None:
+def test_the_options_of_attention_are_asked_there_too(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick check asks a row that knows windows, documents, masks, a log-sum-exp that is returned, and so on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else the check asks on the GPU
     measured = records(mine, "row", "with_options", direction="fwdbwd", timed=False)
     assert measured["with_options"]["outcome"] == "ok", measured["with_options"]["reason"]
     cases = [int(measured[name]["quick_check"].removesuffix(" cases")) for name in ("row", "with_options")]
@@ -411,7 +412,7 @@ def test_on_a_gpu_a_row_takes_as_long_in_its_own_process(direction: str, length:
 
     The row is plain `scaled_dot_product_attention`, which is wrong for inputs that are not aligned: no small cases.
     """
-    settings, file = Settings(device="cuda"), tmp_path / "mine.py"  # a process keeps the device of its first use
+    settings, file = Settings(device="cuda"), tmp_path / "mine.py"
     file.write_text(FILE)
     rows = [
         Entry("ours", "lmsys.attention.peers:sdpa"),

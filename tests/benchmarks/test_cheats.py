@@ -119,9 +119,12 @@ def test_an_honest_row_is_not_refused(name: str, dtype: str, direction: str, dev
 @pytest.mark.usefixtures("foreign_processes")
 @pytest.mark.parametrize(("name", "direction"), FOREIGN_WAYS)
 def test_a_foreign_cheat_is_refused(name: str, direction: str, device: str) -> None:
+    cheat = foreign_cheats.CHEATS[name]
+    if device == "cuda" and cheat.is_of_hosts:
+        pytest.skip(f"{name} hides time of the host, and on a GPU the time is the device's")
     record = foreign_record(name, direction, device, min_rounds=16)
     assert record["outcome"] in ("wrong", "error") and "time_s" not in record, record
-    assert foreign_cheats.CHEATS[name].told in record["reason"], record["reason"]
+    assert cheat.is_told_in(record["reason"], device), record["reason"]
 
 
 @pytest.mark.usefixtures("foreign_processes")

@@ -40,6 +40,15 @@ class Cheat:
     directions: tuple[str, ...]
 
     @property
+    def is_of_hosts(self) -> bool:
+        """True if it cheats on a CPU alone: it hides time of the host, which no row on a GPU is charged for."""
+        return self.row in (slow_clock, collects_garbage_between_calls)
+
+    def is_told_in(self, reason: str, device: str) -> bool:
+        """True if a reason is this cheat's. On a GPU, work in threads is also seen as late, before its results are."""
+        return self.told in reason or (device == "cuda" and LATE in reason)
+
+    @property
     def told_by_time(self) -> bool:
         """True if only the judge's clock tells. On a busy machine, where the clock says little, such a row may pass."""
         return self.told in (LATE, LATE_RESULTS, UNTIMED)
