@@ -7,6 +7,7 @@ of a command is imported when the command runs. To add a command, add it to `lms
 import argparse
 import os
 import runpy
+import signal
 import sys
 
 from lmsys.commands import COMMANDS, USAGE, missing
@@ -16,7 +17,8 @@ def main() -> int:
     """Runs the module of the command that the first argument names, as `python -m` would, with the other arguments.
 
     Most commands end by SystemExit with a status of their own. For other commands this returns the exit status: 0, or
-    USAGE if the command imports a package that is not installed.
+    USAGE if the command imports a package that is not installed. After Ctrl-C, and where the reader of stdout has gone,
+    it is that of a program that SIGINT or SIGPIPE has ended.
     """
     lines = "\n".join(f"  {next(iter(command.examples)):48}{command.about}" for command in COMMANDS.values())
     parser = argparse.ArgumentParser(
@@ -38,7 +40,16 @@ def main() -> int:
     name = parser.parse_args(sys.argv[1:2]).command  # None: `lmsys` alone
     del sys.argv[1:2]  # the command parses the remaining words itself
     try:
-        runpy.run_module(COMMANDS[name].module if name else "lmsys.here", run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(COMMANDS[name].module if name else "lmsys.here", run_name="__main__", alter_sys=True)
+        finally:
+            print(end="", flush=True)  # else Python would flush stdout later, and print a traceback if that fails
+    except BrokenPipeError:  # its reader has gone, as in `lmsys | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("lmsys: interrupted; what stands above is all that was done", file=sys.stderr)
+        return 128 + signal.SIGINT
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module in ("", "lmsys"):  # a bug in lmsys, and not a package that the user could install

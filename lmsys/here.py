@@ -7,7 +7,6 @@ on words in the reasons of rows: ANOTHER_GPU, and " needs ".
 """
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -138,8 +137,4 @@ def _why_not_elsewhere(entry: Entry, case: Any) -> str | None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # its reader has gone, as in `lmsys | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main()

@@ -6,7 +6,6 @@ tests use `content`, two forwards of it. tests/test_forged_results.py has the fi
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from lmsys import verify
 from lmsys.files import read_text
-from tests.support.processes import ROOT
+from tests.support.processes import ENVIRONMENT, ROOT
 from tests.support.result_files import (
     FORWARD,
     OTHER_FORWARD,
@@ -94,28 +93,28 @@ def test_a_file_that_takes_long_says_how_far_it_is(
     assert re.fullmatch(rf"{re.escape(str(path))}: 1 of 2 records, about \d+ s left", second)
 
 
-def test_an_interrupt_ends_it_with_a_sentence(
-    path: Path, content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+# A program that runs `lmsys` with the words that it is given, and is interrupted when the file cut.json is read.
+INTERRUPTED = """
+import signal, sys
+from lmsys.__main__ import main
+from lmsys.bench import record
+
+def load_file(path, load=record.load_file):
+    return signal.raise_signal(signal.SIGINT) if path.name == "cut.json" else load(path)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it
+record.load_file = load_file
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_ends_it_with_a_sentence(path: Path, tmp_path: Path) -> None:
     """The interrupt comes in the second file: what was found in the first is printed, and the exit code is 130."""
-    cut = tmp_path / "cut.json"
-    cut.write_text(json.dumps(content | {"cut": True}))
-    of_entries = verify._of_entries
-
-    def interrupted(file: Content) -> Any:
-        if "cut" in file:
-            signal.raise_signal(signal.SIGINT)
-        return of_entries(file)
-
-    monkeypatch.setattr(verify, "_of_entries", interrupted)
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it
-    try:
-        assert verify.main([str(path), str(cut)]) == 130
-    finally:
-        signal.signal(signal.SIGINT, usual)
-    out, err = capsys.readouterr()
-    assert out == f"{path}: 2 records, 4 timed calls judged again by 512 elements, nothing is wrong\n"
-    assert err.startswith("lmsys verify: interrupted") and err.count("\n") == 1
+    command = [sys.executable, "-c", INTERRUPTED, "verify", str(path), str(tmp_path / "cut.json")]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stdout.splitlines()[-1].startswith(f"{path}: 2 records, 4 timed calls judged again by 512 elements")
+    assert done.stderr.startswith("lmsys: interrupted") and done.stderr.count("\n") == 1
 
 
 def test_without_folders_it_finds_the_benchmark_of_every_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ handout are aspects that real models need, such as odd lengths or bfloat16: they
 them takes at most 20 s a part. A finished assignment 2 takes about 3 minutes on two cores.
 
 Exit codes: 0 all that is written is right, 1 a part is wrong or refuses what the handout asks, 2 the folder is no such
-checkout, or does not load, 3 nothing is wrong, but a part could not be judged.
+checkout, or does not load, 3 nothing is wrong, but a part could not be judged, 130 interrupted (Ctrl-C).
 """
 
 import json
@@ -79,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
                 {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT},
                 given.measure.resolve(),
             )
+    except BrokenPipeError:  # the reader of stdout has gone: `lmsys.__main__` ends the command
+        raise
     except (OSError, ValueError) as error:  # what does not load has no parts
         return commands.refused(parser.prog, error)
     verdicts = {answer["verdict"] for answer in answers}

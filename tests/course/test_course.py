@@ -8,9 +8,12 @@ tests are about `--measure`, which times the right parts.
 import html
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +26,7 @@ from lmsys.course import parts, systems
 from lmsys.course.__main__ import main, measure
 from lmsys.course.checkout import root_of
 from lmsys.course.parts import PARTS, verdict_of
-from tests.support.processes import ROOT
+from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT
 
 ADAPTERS = """
 from __future__ import annotations
@@ -320,6 +323,46 @@ def test_where_nothing_can_be_written_nothing_is_asked(
     (tmp_path / "file").touch()
     assert main([str(tmp_path), option.format(tmp_path / "file")]) == 2
     assert re.search(r"^lmsys course: error: .*file", capsys.readouterr().err)
+
+
+SLOW = """
+import time
+
+
+def run_linear(d_in, d_out, weights, in_features):
+    return in_features @ weights.T
+
+
+def run_silu(in_features):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command, in a process group of its own, that has printed a line, and whose next part takes long."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    (tmp_path / "tests" / "adapters.py").write_text(SLOW)
+    command = [sys.executable, "-m", "lmsys", "course", str(tmp_path)]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+        assert process.stdout and process.stdout.readline().startswith("linear layer")
+        yield process
+
+
+def test_an_interrupt_ends_it_with_a_sentence(begun: subprocess.Popen[str]) -> None:
+    os.killpg(begun.pid, signal.SIGINT)
+    _, error = begun.communicate(timeout=PATIENCE_S)
+    assert begun.returncode == 130 and error.startswith("lmsys: interrupted") and error.count("\n") == 1
+
+
+def test_a_closed_pipe_gives_no_traceback(tmp_path: Path, checkout: Path) -> None:
+    """The exit code is that of a program that SIGPIPE has ended."""
+    line = f"{sys.executable} -m lmsys course {checkout} --part softmax | head -n 0; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "141\n" and not done.stderr
 
 
 def test_the_text_of_an_exception_decides_the_verdict() -> None:
