@@ -63,6 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
     answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns
     try:
         # Before minutes of questions: a folder that cannot be made is refused.
+        values.hold(
+            (
+                not given.measure or "," not in str(given.measure.resolve()),
+                f"--measure {given.measure}: its path has a comma, at which the bench splits it: name another folder",
+            )
+        )
         for folder in filter(None, (given.html and given.html.parent, given.measure)):
             folder.mkdir(parents=True, exist_ok=True)
         for answer in answers_of(checkout.root_of(given.folder), given.part):

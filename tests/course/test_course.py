@@ -325,6 +325,14 @@ def test_where_nothing_can_be_written_nothing_is_asked(
     assert re.search(r"^lmsys course: error: .*file", capsys.readouterr().err)
 
 
+def test_a_folder_that_the_bench_would_split_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmsys.course.__main__.answers_of", None)
+    assert main([str(tmp_path), f"--measure={tmp_path / 'speed, mine' / 'new'}"]) == 2
+    assert "its path has a comma" in capsys.readouterr().err and not (tmp_path / "speed, mine").exists()
+
+
 SLOW = """
 import time
 
