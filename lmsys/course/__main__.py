@@ -8,7 +8,7 @@ handout are aspects that real models need, such as odd lengths or bfloat16: they
 them takes at most 20 s a part. A finished assignment 2 takes about 3 minutes on two cores.
 
 Exit codes: 0 all that is written is right, 1 a part is wrong or refuses what the handout asks, 2 the folder is no such
-checkout, or does not load, 3 nothing is wrong, but a part could not be judged, 130 interrupted (Ctrl-C).
+checkout, or does not load, 3 nothing is wrong, but a part could not be judged or measured, 130 interrupted (Ctrl-C).
 """
 
 import json
@@ -79,18 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(["", *details, *_summary(answers)]))
         if given.html is not None:
             given.html.write_text(_page(given.folder, answers), encoding="utf-8")
-        if given.measure is not None:
-            measure(
-                checkout.root_of(given.folder),
-                {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT},
-                given.measure.resolve(),
-            )
+        is_measured = given.measure is None or measure(
+            checkout.root_of(given.folder),
+            {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT},
+            given.measure.resolve(),
+        )
     except BrokenPipeError:  # the reader of stdout has gone: `lmsys.__main__` ends the command
         raise
     except (OSError, ValueError) as error:  # what does not load has no parts
         return commands.refused(parser.prog, error)
     verdicts = {answer["verdict"] for answer in answers}
-    return 1 if verdicts & {parts.WRONG, parts.REFUSED} else UNJUDGED * (parts.NOT_JUDGED in verdicts)
+    return (
+        1 if verdicts & {parts.WRONG, parts.REFUSED} else UNJUDGED * (parts.NOT_JUDGED in verdicts or not is_measured)
+    )
 
 
 def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
@@ -234,8 +235,8 @@ WORKLOADS = {
 }
 
 
-def measure(root: Path, right: Collection[str], folder: Path) -> None:
-    """Runs the benchmarks of the `right` parts, and builds their report in folder/site.
+def measure(root: Path, right: Collection[str], folder: Path) -> bool:
+    """Runs the benchmarks of the `right` parts, and builds their report in folder/site. True if no command failed.
 
     The parts are rows of the bench, beside others, on the workloads of the handout. A command that fails prints why,
     and the others go on; the report leaves out its file, which would be that of an earlier run.
@@ -243,14 +244,14 @@ def measure(root: Path, right: Collection[str], folder: Path) -> None:
     folder  exists
     """
     (folder / "rows.py").write_text(ROWS.format(root=root, path=checkout.path_of(root)), encoding="utf-8")
-    results = list[str]()
+    has_run = dict[str, bool]()  # by result file
     for benchmark, (rows, options, small) in WORKLOADS.items():
         names = [f"--row={folder / 'rows.py'}:{name}" for part, name in rows.items() if part in right]
-        result = str(folder / f"{benchmark}.json")
-        words = shlex.split(options) + ([] if torch.cuda.is_available() else shlex.split(small))
-        results += [result] * (bool(names) and _has_run("lmsys.bench", benchmark, *names, "-o", result, *words))
-    if results:
-        _has_run("lmsys.reports", *results, "-o", str(folder / "site"))
+        words = ["-o", str(folder / f"{benchmark}.json")] + shlex.split(options + f" {small}" * NO_GPU)
+        if names:
+            has_run[words[1]] = _has_run("lmsys.bench", benchmark, *names, *words)
+    whole = list(filter(has_run.get, has_run))
+    return (not whole or _has_run("lmsys.reports", *whole, "-o", str(folder / "site"))) and all(has_run.values())
 
 
 def _has_run(*words: str) -> bool:

@@ -402,7 +402,7 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subprocess, "run", runs)
     right = {"FlashAttention in Triton, backward", "DDP, bucketed", "linear layer"}
     (tmp_path / "out").mkdir()
-    measure(tmp_path, right, tmp_path / "out")
+    assert measure(tmp_path, right, tmp_path / "out")
     (attention, containers, report), rows = ran, tmp_path / "out" / "rows.py"
     assert attention[:4] == ["-m", "lmsys.bench", "attention", f"--row={rows}:student_triton"]
     assert containers[:4] == ["-m", "lmsys.bench", "data_parallel", f"--row={rows}:student_bucketed"]
@@ -413,15 +413,27 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     assert any(x.endswith(f",{rows}:student_triton") for x in line_of(attention[2:]))
     assert str(tmp_path) in rows.read_text()
-    measure(tmp_path, {"linear layer"}, tmp_path / "out")
+    assert measure(tmp_path, {"linear layer"}, tmp_path / "out")
     assert len(ran) == 3
     # A file that is there when the bench refuses to run, or is interrupted, is one of an earlier run.
     codes |= {"attention": 4, "data_parallel": 1}
-    measure(tmp_path, right, tmp_path / "out")
+    assert not measure(tmp_path, right, tmp_path / "out")
     assert ran[-1][2:-2] == [str(rows.with_name("data_parallel.json"))]
     codes["data_parallel"] = 2
-    measure(tmp_path, right, tmp_path / "out")
+    assert not measure(tmp_path, right, tmp_path / "out")
     assert [command[1] for command in ran[-2:]] == ["lmsys.bench"] * 2
+
+
+@pytest.mark.parametrize(("verdict", "ended", "code"), [("right", 0, 0), ("right", 4, 3), ("wrong", 4, 1)])
+def test_a_measurement_that_failed_shows_in_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str, ended: int, code: int
+) -> None:
+    answers = [{"part": "DDP", "verdict": "right"}, {"part": "SiLU", "verdict": verdict}]
+    monkeypatch.setattr("lmsys.course.__main__.answers_of", lambda *_: answers)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=ended))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "adapters.py").touch()
+    assert main([str(tmp_path), "--json", f"--measure={tmp_path / 'speed'}"]) == code
 
 
 # A program that loads rows of the file that `measure` writes: its argument is the path of this file.
