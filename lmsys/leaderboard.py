@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     try:
-        paths = sorted(given.folder.glob("*.json*"))
+        manifest = given.output / page.MANIFEST  # of the page, which may be written beside the results
+        paths = sorted(path for path in given.folder.glob("*.json*") if path.resolve() != manifest.resolve())
         values.hold((paths, f"{given.folder}: is no folder of result files: it has no *.json and no *.json.gz"))
         rows, refused, workload = ranked(paths, benchmarks_in(*given.benchmarks or FOLDERS), given.anchor)
         html = page.render(

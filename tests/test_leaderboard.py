@@ -90,6 +90,15 @@ def test_a_file_of_a_disturbed_row_or_anchor_comes_last_and_says_so(
     assert [", disturbed" in line for line in lines] == [False, True] and page.count(", disturbed") == 1
 
 
+def test_a_page_beside_the_results_is_none_of_them(
+    content: Content, board: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board(a=content)
+    for folder in (tmp_path, tmp_path / "site" / ".."):  # the second time the page is there
+        assert leaderboard.main([str(tmp_path), "-o", str(folder), "--anchor", "sdpa_flash"]) == 0
+        assert "refused" not in capsys.readouterr().out
+
+
 def test_without_a_ranked_file_the_command_fails(content: Content, board: Any) -> None:
     code, (line,), page = board(forged=changed(content, TIME_SCALED))
     assert code == 1 and "Not ranked" in page and line.startswith("refused: forged.json: ")
