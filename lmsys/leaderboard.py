@@ -4,11 +4,11 @@ A *row* is an implementation that a file has measured. The *anchor* is a row tha
 The *workload* is a set of cases: of the sets in which the files have measured the anchor, the one that occurs in most
 files. A row's time is the sum of its times in these cases, and its speed is the anchor's time divided by its own time.
 
-Each file is ranked by one row, its fastest *own* row: a row that is not in the tables of lmsys. A file without own rows
-is ranked by its fastest row besides the anchor. The page is ordered by speed; a second column ranks the files of the
-same machine by time. A row is *disturbed* if the machine was busy or slowed down while one of its cases was timed. A
-file is ranked by a disturbed row only if all rows that could be taken were disturbed. A file whose row or anchor was
-disturbed says so, and comes behind all others.
+Each file is ranked by one row, its fastest *own* row: a row that is not in the tables of its benchmark. A file without
+own rows is ranked by its fastest row besides the anchor. The page is ordered by speed; a second column ranks the files
+of the same machine by time. A row is *disturbed* if the machine was busy or slowed down while one of its cases was
+timed. A file is ranked by a disturbed row only if all rows that could be taken were disturbed. A file whose row or
+anchor was disturbed says so, and comes behind all others.
 
 A file is refused, with the reason, if `lmsys verify` finds something wrong or not proved, if it has no seal (checksums
 over its content), if no timed call of it could be judged again, and if in a case of the workload it lacks the anchor,
@@ -19,7 +19,7 @@ page, lmsys/reports/templates/leaderboard.html.
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lmsys import commands, values
@@ -73,26 +73,28 @@ def ranked(
     anchor  the row that speeds are relative to, which every file must have
     """
     times, machines, refused = dict[str, Times](), dict[str, fields.Record](), dict[str, str]()
+    own = dict[str, set[str]]()
     for path in paths:
         try:
-            times[path.name], machines[path.name] = _verified(path, benchmarks, anchor)
+            times[path.name], own[path.name], machines[path.name] = _verified(path, benchmarks, anchor)
         except ValueError as error:
             refused[path.name] = str(error)
     counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
     # Of sets that occur equally often it is the one whose names come last in the alphabet: so the choice is repeatable.
     workload = max(counts, key=lambda cases: (counts[cases], sorted(cases)), default=frozenset())
-    ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
     places = list[Place]()
     for file, rows in times.items():
         try:
-            places.append(_place(file, rows, workload, anchor, ours))
+            places.append(_place(file, rows, workload, anchor, own[file]))
         except ValueError as error:
             refused[file] = str(error)
     return list(_standings(sorted(places, reverse=True), machines)), refused, workload
 
 
-def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> tuple[Times, fields.Record]:
-    """(the times of a file, its machine). ValueError with the first thing that is wrong with it.
+def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> tuple[Times, set[str], fields.Record]:
+    """(the times of a file, its own rows, its machine).
+
+    ValueError with the first thing that is wrong with it.
 
     Only times that were taken beside the anchor's count: a file of a resumed run (--resume) may have others. Rows of an
     earlier state of the code, which --against measures, are left out.
@@ -113,14 +115,20 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> t
         for x in timed
         if x.get("comparison") in beside
     )
-    return {row: dict(cases) for row, cases in rows.items()}, content["machine"]
+    own = {
+        x["impl"]
+        for x in timed
+        for kind, table in benchmarks[x["benchmark"]].tables.items()
+        if str(x.get(kind, x["impl"])) not in table  # with options of a strategy "impl" is more than the row's name
+    }
+    return {row: dict(cases) for row, cases in rows.items()}, own, content["machine"]
 
 
-def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: Collection[str]) -> Place:
+def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, own: set[str]) -> Place:
     """The place of a file. ValueError where the anchor, or each other row, lacks a case of the workload.
 
     rows  the file's times
-    ours  the names of the rows in the tables of lmsys
+    own   its rows that are in no table of ours
     """
     totals = {
         row: (any(cases[name][0] for name in workload), sum(cases[name][1] for name in workload))
@@ -135,7 +143,7 @@ def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, ours: 
         (len(totals) > 1, f"no row besides the anchor {anchor!r} has all cases of the workload"),
     )
     others = [row for row in totals if row != anchor]
-    row = min([row for row in others if row not in ours] or others, key=lambda name: totals[name])
+    row = min([row for row in others if row in own] or others, key=lambda name: totals[name])
     (anchor_disturbed, anchor_s), (disturbed, row_s) = totals[anchor], totals[row]
     return not (anchor_disturbed or disturbed), anchor_s / row_s, row_s, row, file
 

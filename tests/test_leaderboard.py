@@ -21,6 +21,7 @@ from tests.support.result_files import (
     OTHER_RECORD,
     OURS,
     RECORD,
+    RECORDS,
     REMOVED,
     Change,
     Content,
@@ -88,6 +89,15 @@ def test_a_file_of_a_disturbed_row_or_anchor_comes_last_and_says_so(
     code, lines, page = board(calm=content, hot=seal_again(changed(faster(content, 0.5, "one"), change)))
     assert code == 0 and [line.rpartition("  ")[2] for line in lines] == ["calm.json", "hot.json"]
     assert [", disturbed" in line for line in lines] == [False, True] and page.count(", disturbed") == 1
+
+
+def test_a_row_with_the_name_of_another_table_s_row_is_the_user_s(content: Content, board: Any) -> None:
+    """So it ranks its file before rows of ours, though one is faster; `zero1` is a strategy, and no attention."""
+    like_ours: Content = content["lmsys"]["records"][0]
+    mine = like_ours | {key: like_ours[key].replace("flash_gluon", "zero1") for key in ("id", "impl")}
+    both = changed(content, ((*RECORDS, 1), mine), (RECORDS, lambda new: [*new, content["lmsys"]["records"][1]]))
+    code, (line,), _ = board(mine=seal_again(changed(both, *scaled_alike(0.5))))
+    assert code == 0 and line.split()[2] == "zero1"
 
 
 def test_a_page_beside_the_results_is_none_of_them(
