@@ -11,10 +11,10 @@ timed. A file is ranked by a disturbed row only if all rows that could be taken 
 anchor was disturbed says so, and comes behind all others.
 
 A file is refused, with the reason, if `lmsys verify` finds something wrong or not proved, if it has no seal (checksums
-over its content), if no timed call of it could be judged again, and if in a case of the workload it lacks the anchor,
-or has no other row that was timed beside the anchor. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage. To change
-which files are refused, edit `_verified` and `_place`; to change the columns, HEADS and `_standings`; to change the
-page, lmsys/reports/templates/leaderboard.html.
+over its content), if no timed call of it could be judged again, if another file has the same measurements, and if in a
+case of the workload it lacks the anchor, or has no other row that was timed beside the anchor. Exit codes: 0 a file is
+ranked, 1 none is, 2 bad usage. To change which files are refused, edit `_verified` and `_place`; to change the columns,
+HEADS and `_standings`; to change the page, lmsys/reports/templates/leaderboard.html.
 """
 
 import sys
@@ -73,10 +73,13 @@ def ranked(
     anchor  the row that speeds are relative to, which every file must have
     """
     times, machines, refused = dict[str, Times](), dict[str, fields.Record](), dict[str, str]()
-    own = dict[str, set[str]]()
+    own, firsts = dict[str, set[str]](), dict[frozenset[str], str]()  # `firsts`: by measurements, the first file
     for path in paths:
         try:
-            times[path.name], own[path.name], machines[path.name] = _verified(path, benchmarks, anchor)
+            rows, own[path.name], machines[path.name], measured = _verified(path, benchmarks, anchor)
+            first = firsts.setdefault(measured, path.name)
+            values.hold((first == path.name, f"it has the measurements of {first}, which counts for both"))
+            times[path.name] = rows
         except ValueError as error:
             refused[path.name] = str(error)
     counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
@@ -91,8 +94,10 @@ def ranked(
     return list(_standings(sorted(places, reverse=True), machines)), refused, workload
 
 
-def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> tuple[Times, set[str], fields.Record]:
-    """(the times of a file, its own rows, its machine).
+def _verified(
+    path: Path, benchmarks: Mapping[str, Benchmark], anchor: str
+) -> tuple[Times, set[str], fields.Record, frozenset[str]]:
+    """(the times of a file, its own rows, its machine, the seals of its timed records).
 
     ValueError with the first thing that is wrong with it.
 
@@ -121,7 +126,8 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark], anchor: str) -> t
         for kind, table in benchmarks[x["benchmark"]].tables.items()
         if str(x.get(kind, x["impl"])) not in table  # with options of a strategy "impl" is more than the row's name
     }
-    return {row: dict(cases) for row, cases in rows.items()}, own, content["machine"]
+    seals = frozenset(x["seal"] for x in timed)
+    return {row: dict(cases) for row, cases in rows.items()}, own, content["machine"], seals
 
 
 def _place(file: str, rows: Times, workload: frozenset[str], anchor: str, own: set[str]) -> Place:

@@ -91,6 +91,14 @@ def test_a_file_of_a_disturbed_row_or_anchor_comes_last_and_says_so(
     assert [", disturbed" in line for line in lines] == [False, True] and page.count(", disturbed") == 1
 
 
+def test_a_copy_of_a_file_counts_once_and_is_named(content: Content, board: Any) -> None:
+    """Also where the copy has other facts of the machine, or no entries of pytest-benchmark."""
+    renamed = seal_again(changed(content, ((*OURS, "machine", "name"), "another")))
+    code, lines, page = board(a=content, b=content, c=renamed, d=changed(content, (("benchmarks",), [])))
+    assert code == 0 and lines[0].endswith("a.json") and page.count("counts for both") == 3
+    assert lines[1:] == [f"refused: {x}.json: it has the measurements of a.json, which counts for both" for x in "bcd"]
+
+
 def test_a_row_with_the_name_of_another_table_s_row_is_the_user_s(content: Content, board: Any) -> None:
     """So it ranks its file before rows of ours, though one is faster; `zero1` is a strategy, and no attention."""
     like_ours: Content = content["lmsys"]["records"][0]
