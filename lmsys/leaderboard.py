@@ -81,7 +81,7 @@ def ranked(
             values.hold((first == path.name, f"it has the measurements of {first}, which counts for both"))
             times[path.name] = rows
         except ValueError as error:
-            refused[path.name] = str(error)
+            refused[path.name] = str(error).removeprefix(f"{path}: ")  # the page does not name the user's folders
     counts = Counter(frozenset(rows[anchor]) for rows in times.values() if anchor in rows)
     # Of sets that occur equally often it is the one whose names come last in the alphabet: so the choice is repeatable.
     workload = max(counts, key=lambda cases: (counts[cases], sorted(cases)), default=frozenset())

@@ -124,7 +124,10 @@ def message_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of a user's file in an error's traceback, as " (file, line N: its text)"; "" if there is none."""
+    """The last line of a user's file in an error's traceback, as " (file, line N: its text)"; "" if there is none.
+
+    The file is named without its folders: the text may stand on a page that others read.
+    """
     ours = str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"  # "<" begins names that are no file's
     frames = [
         frame
@@ -132,7 +135,7 @@ def place_of(error: BaseException) -> str:
         if not frame.filename.startswith(ours)
         and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
     ]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 @dataclass(frozen=True)

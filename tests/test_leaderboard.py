@@ -117,6 +117,13 @@ def test_a_page_beside_the_results_is_none_of_them(
         assert "refused" not in capsys.readouterr().out
 
 
+def test_a_page_does_not_name_the_folder_of_a_refused_file(content: Content, board: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text("{}")
+    code, lines, page = board(a=content)
+    assert code == 0 and str(tmp_path) not in page
+    assert lines[1:] == ['refused: notes.json: not a result of this bench: it has no "lmsys" key with a schema']
+
+
 def test_without_a_ranked_file_the_command_fails(content: Content, board: Any) -> None:
     code, (line,), page = board(forged=changed(content, TIME_SCALED))
     assert code == 1 and "Not ranked" in page and line.startswith("refused: forged.json: ")

@@ -324,7 +324,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     }
     of_example = f"-p lmsys.bench.plugin {folder}/bench_matmul.py"
     asked = {f"benchmarks/bench_attention.py {options}": message for options, message in asked.items()} | {
-        of_example: f" 'no_product' ({folder}/bench_matmul.py, line {line}: for",
+        of_example: f" 'no_product' (bench_matmul.py, line {line}: for",
         f"{of_example} --benchmark-histogram": "which is not installed: python -m pip install pygal",
     }
     results = {name: f"{folder}/{name.replace(' ', '_')}.json" for name in RUNS}
