@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from dev import on_paper
 from dev.on_paper import MIB, table
+from lmsys import commands
 from lmsys.attention import ATTENTION
 from lmsys.config import model_config
 from lmsys.cost.memory import training_memory
@@ -294,7 +295,7 @@ COMPUTED: dict[str, Callable[[Path], str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dev.deliverables", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="where the files are written"
+        "-o", "--output", type=commands.path, required=True, metavar="FOLDER", help="where the files are written"
     )
     parser.add_argument("--problem", action="append", default=[], metavar="NAME", help="those whose name begins so")
     parser.add_argument("--row", action="append", default=[], metavar="ROW", help="of attention, beside naive")

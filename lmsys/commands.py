@@ -114,6 +114,13 @@ def parser(name: str, program: str = "") -> argparse.ArgumentParser:
     )
 
 
+def path(text: str) -> Path:
+    """The path that an argument names, for argparse. An empty one, as of a variable that is not set, is refused."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; to name the current folder, write .")
+    return Path(text)
+
+
 def refused(program: str, error: Exception) -> int:
     """Prints why the program cannot do what it was asked; returns its exit status."""
     print(f"{program}: error: {error}", file=sys.stderr)

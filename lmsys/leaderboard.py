@@ -37,8 +37,10 @@ Place = tuple[bool, float, float, str, str]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with `arguments`, by default those of the command line. Returns its exit code."""
     parser = commands.parser("leaderboard")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the result files")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="SITE", help="the folder of the page")
+    parser.add_argument("folder", type=commands.path, metavar="FOLDER", help="the result files")
+    parser.add_argument(
+        "-o", "--output", type=commands.path, required=True, metavar="SITE", help="the folder of the page"
+    )
     parser.add_argument(
         "--anchor", default="naive", metavar="ROW", help="what every file measures, too; default: naive"
     )

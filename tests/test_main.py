@@ -19,7 +19,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmsys import commands, here
+import lmsys.course.__main__ as course
+import lmsys.reports.__main__ as reports
+from lmsys import commands, here, leaderboard
 from lmsys.bench.__main__ import line_of, main
 from lmsys.here import USES, evidence, remedy
 from lmsys.registry import Entry
@@ -49,6 +51,7 @@ def anywhere(case: SimpleNamespace) -> str | None:
     raise RuntimeError("no CUDA device is here")
 
 
+MAINS = {"course": course.main, "leaderboard": leaderboard.main, "report": reports.main}
 PIP = "needs a package that is not here (No module named 'absent'); python -m pip install absent --now brings it"
 # (row's function, its reason on this machine, this machine's device, the remedy that must be found)
 CASES = [
@@ -88,6 +91,25 @@ def test_every_row_is_listed_and_each_remedy_once(capsys: pytest.CaptureFixture[
     assert len(set(remedies)) == len(remedies)
     if not torch.cuda.is_available():
         assert "pip install flash-attn --no-build-isolation" in brings and "compute capability 9.0" in brings
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "result.json", "-o", ""],
+        ["leaderboard", "results", "--output="],
+        ["course", "checkout", "--measure", ""],
+        ["course", "checkout", "--html="],
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a shell's variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        MAINS[words[0]](words[1:])
+    assert "it is empty; to name the current folder, write ." in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_a_closed_pipe_gives_no_traceback() -> None:

@@ -50,14 +50,17 @@ Answer = Mapping[str, Any]  # the verdict on a part and what explains it, as `--
 def main(arguments: list[str] | None = None) -> int:
     parser = commands.parser("course")
     parser.description = __doc__
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkout of assignment 1 or 2")
+    parser.add_argument("folder", type=commands.path, metavar="FOLDER", help="a checkout of assignment 1 or 2")
     parser.add_argument(
         "--part", default="", metavar="TEXT", help="only parts with this in their name or their adapter's: attention"
     )
     parser.add_argument("--json", action="store_true", help="a JSON object in a line for each part: docs/course.md")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the table as a page")
+    parser.add_argument("--html", type=commands.path, metavar="FILE", help="the table as a page")
     parser.add_argument(
-        "--measure", type=Path, metavar="FOLDER", help="then measure the parts that are right, and write a report there"
+        "--measure",
+        type=commands.path,
+        metavar="FOLDER",
+        help="then measure the parts that are right, and write a report there",
     )
     given = parser.parse_args(arguments)
     answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns

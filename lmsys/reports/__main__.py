@@ -29,7 +29,7 @@ from lmsys.values import choice, finite, hold
 
 OPTIONS: dict[str, dict[str, Any]] = {  # of argparse
     "results": {"nargs": "*", "type": Path, "metavar": "RESULT.json", "help": "result files, reported as one"},
-    "-o --output": {"type": Path, "metavar": "DIR", "help": "default: %(default)s"},
+    "-o --output": {"type": commands.path, "metavar": "DIR", "help": "default: %(default)s"},
     "--baseline": {"metavar": "NAME", "help": "the row that speeds are relative to (default: as its table says)"},
     "--single-file": {"action": "store_true", "help": "the page holds its plots: one file to send"},
 }
