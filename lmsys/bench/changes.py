@@ -210,6 +210,16 @@ class Change:
         return "; ".join(f"disturbed {side}: {reason}" for side, reason in sides.items() if reason)
 
     @property
+    def of_anchor(self) -> str:
+        """Says that most of a change comes from the anchor, or the clock, and not from the row; empty for others."""
+        if self.shift is None or self.verdict not in (FASTER, SLOWER) or self.old.get("against"):
+            return ""
+        own = median(self.new["samples_s"]) / median(self.old["samples_s"])
+        return f"its own time is {own:.3f} of that before: rather {self.beside} has changed, or the clock" * (
+            2 * abs(math.log(own)) < abs(self.shift.estimate)
+        )
+
+    @property
     def ratio(self) -> float | None:
         """New time over old, each relative to the anchor if there is one; None if too few rounds were timed."""
         return _exponential(self.shift.estimate) if self.shift else None
@@ -290,7 +300,7 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
     for change in changed[:MOST_LINES]:
         ratio, interval = change.texts
         reasons = {MENDED: change.old["reason"], ONLY_NOW: change.old["reason"], BROKEN: change.new["reason"]}
-        why = "; ".join(filter(None, (reasons.get(change.verdict), change.disturbed)))
+        why = "; ".join(filter(None, (reasons.get(change.verdict), change.of_anchor, change.disturbed)))
         yield f"{change.verdict:8} {ratio:>14} {interval:>16}  {change.new['id']}" + f": {why}" * bool(why)
     if len(changed) > MOST_LINES:
         yield f"and {len(changed) - MOST_LINES} more, on the page"

@@ -231,8 +231,11 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> ite
             }
         )
         times = [words.number(1e6 * side["time_s"]) if side.get("time_s") else side["outcome"] for side in (old, new)]
-        mark = cells.mark(notes, f"{words.sentence(change.disturbed)}.") if change.disturbed else ""
-        endings = [change.beside or "nothing", change.verdict + mark]
+        marks = "".join(
+            cells.mark(notes, f"{words.sentence(remark)}.")
+            for remark in filter(None, (change.of_anchor, change.disturbed))
+        )
+        endings = [change.beside or "nothing", change.verdict + marks]
         rows.append(
             [str(new["id"]).removesuffix(f"-{new['impl']}"), new["impl"]] + times + list(change.texts) + endings
         )  # in the order of COLUMNS; `change.texts` are the ratio and its interval

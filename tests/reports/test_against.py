@@ -19,12 +19,12 @@ from tests.support.records import Record, cells, record, save
 ROWS = {"flash_triton": 1e-3, "sdpa_flash": 2e-3, "naive": 5e-3}
 
 
-def timed(seed: int, factor: float = 1.0) -> list[Record]:
-    """Records of three rows at three lengths; "flash_triton" takes `factor` times as long as it should."""
+def timed(seed: int, factor: float = 1.0, slowed: str = "flash_triton") -> list[Record]:
+    """Records of three rows at three lengths; the row `slowed` takes `factor` times as long as it should."""
     rng, records = random.Random(seed), []
     for length in (512, 1024, 2048):
         for row, seconds in ROWS.items():
-            pace = seconds * (factor if row == "flash_triton" else 1.0)
+            pace = seconds * (factor if row == slowed else 1.0)
             samples = [pace * rng.gauss(1, 0.004) for _ in range(40)]
             records.append(record("attention", row, seconds, queries=length, keys=length) | {"samples_s": samples})
     return records
@@ -60,6 +60,20 @@ def test_a_slower_row_is_reported_and_the_command_fails(tmp_path: Path, capsys: 
     assert compared(tmp_path / "faster", new, old) == 0
     assert compared(tmp_path / "same", old, old) == 0
     assert compared(tmp_path / "wide", old, new, "--margin", "0.2") == 0
+
+
+def test_where_a_peer_became_slower_no_row_of_ours_is_praised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours are faster than the peer, relative to before; that they take as long as before stands beside it."""
+    old = run(tmp_path / "old.json", 1)
+    new = save(tmp_path / "new.json", timed(2, 1.3, slowed="sdpa_flash"))
+    assert compared(tmp_path / "out", old, new) == 0
+    faster = [line for line in capsys.readouterr().out.splitlines() if line.startswith("faster ")]
+    assert len(faster) == 6 and all("rather sdpa_flash has changed, or the clock" in line for line in faster)
+    assert "rather sdpa_flash has changed" in (tmp_path / "out" / "index.html").read_text()
+    assert compared(tmp_path / "ours", old, run(tmp_path / "ours.json", 2, 1.3)) == 1
+    assert "has changed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("side", ["before", "after"])
