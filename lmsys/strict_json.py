@@ -24,25 +24,28 @@ from lmsys.values import SHORT, hold, instance, shortened, shortly
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped UTF-16 surrogate: half of a character beyond \uffff
 
 
-def overlay(config: Any, given: Any, path: str = "") -> Any:
+def overlay(config: Any, given: Any, path: str = "", whole: Any = None) -> Any:
     """A copy of a config dataclass, and of dataclasses in it, with the values of the JSON object `given`.
 
-    path  the place of `config` in a larger config, such as "train", for messages
+    path   the place of `config` in a larger config, such as "train", for messages
+    whole  that larger config, of which messages name similar keys; None: `config` itself
 
     ValueError, with the JSON path, for an unknown key (it names similar ones), for a value of another type, and for
     whatever the dataclass itself refuses.
     """
     where = path or "the config"
     hold((isinstance(given, Mapping), f"{where}: must be a JSON object; got {shortly(given)}"))
-    hints, changes = get_type_hints(type(config)), {}
+    hints, changes, whole = get_type_hints(type(config)), {}, whole or config
     for key, value in given.items():
         here = f"{path}.{key}" if path else key
         if key not in hints:
             raise ValueError(
-                f"{shortened(here)}: unknown key; did you mean {' or '.join(_nearest(config, key, path))}?"
+                f"{shortened(here)}: unknown key; did you mean {' or '.join(_nearest(config, key, path, whole))}?"
             )
         current = getattr(config, key)
-        changes[key] = overlay(current, value, here) if is_dataclass(current) else _typed(value, hints[key], here)
+        changes[key] = (
+            overlay(current, value, here, whole) if is_dataclass(current) else _typed(value, hints[key], here)
+        )
     try:
         return replace(config, **changes)
     except ValueError as error:
@@ -149,21 +152,20 @@ def paths(config: Any, path: str = "") -> Iterator[str]:
         yield from paths(value, here) if is_dataclass(value) else [here]
 
 
-def _nearest(config: Any, key: str, path: str) -> list[str]:
+def _nearest(config: Any, key: str, path: str, whole: Any) -> list[str]:
     """The paths of fields that an unknown key of `config` may mean.
 
-    They are at most two fields of the config with similar names. If it has none, they are at most two such fields of
-    the configs inside of it; if these have none either, they are all fields of the config.
+    They are the fields of this very name in other parts of the whole config; if there are none, the fields of `config`
+    with one of the two most similar names, else such fields of the whole; if there are none either, all of `config`.
 
-    path  that of `config` in a larger config
+    path  that of `config` in the whole
     """
-    prefix = f"{path}." if path else ""
-    here = {field.name: prefix + field.name for field in fields(config)}
-    below = {name.rpartition(".")[2]: name for name in paths(config, path)}
-    for known in (here, below):
-        if near := difflib.get_close_matches(key, known, n=2):
-            return [known[name] for name in near]
-    return list(here.values())
+    here = [f"{path}.{field.name}" if path else field.name for field in fields(config)]
+    for known, least in ((list(paths(whole)), 1.0), (here, 0.6), (list(paths(whole)), 0.6)):
+        names = [name.rpartition(".")[2] for name in known]
+        if near := difflib.get_close_matches(key, dict.fromkeys(names), n=2, cutoff=least):
+            return [place for name in near for place in known if place.rpartition(".")[2] == name]
+    return here
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
