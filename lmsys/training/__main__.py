@@ -37,6 +37,10 @@ from lmsys.training.config import RunConfig
 TIMEOUT_S = 1800.0  # the timeout of a collective, in which ranks wait while rank 0 trains the tokenizer
 FOREVER_S = 20 * 86_400.0  # the timeout of a whole training
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
+# By the class of an error whose message says all, the exit code; the first class counts that the error is of.
+CODES = {loop.NonFiniteError: NONFINITE, ValueError: BAD_INPUT} | dict.fromkeys(
+    (checkpoint.SaveError, ConnectionError, OSError), FAILED
+)
 SHORT = {  # settings that have an option of their own, by its name: (setting, word for its value in the help)
     "attention": ("model.attention", "ROW"),
     "strategy": ("train.strategy", "ROW"),
@@ -96,14 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
         return start(config, (given.step,) if given.step else pipeline.STEPS, given.skip_data, given.ranks)
     except KeyboardInterrupt:
         return _failed(128 + signal.SIGINT, "interrupted at once; what was saved before stands")
-    except loop.NonFiniteError as error:
-        return _failed(NONFINITE, str(error))
-    except ValueError as error:
-        return _failed(BAD_INPUT, str(error))
-    except (checkpoint.SaveError, ConnectionError) as error:
-        return _failed(FAILED, str(error))
+    except (ValueError, OSError) as error:  # an OSError is no fault of the program: a full disk, a broken connection
+        return _failed(next(code for kind, code in CODES.items() if isinstance(error, kind)), str(error))
     except WorkerError as error:
-        codes = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE, "SaveError": FAILED, "ConnectionError": FAILED}
+        codes = {kind.__name__: code for kind, code in CODES.items()}
         # failure[1] is the reason in one line.
         return _failed(codes.get(error.kind, FAILED), error.failure[1] if error.kind in codes else str(error))
     except Exception as error:

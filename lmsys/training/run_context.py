@@ -5,6 +5,7 @@ A step is here a step of the command: tokenizer, tokenize, train, evaluate or ge
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -87,10 +88,17 @@ class RunContext:
         return ids
 
     def say(self, text: str) -> None:
-        """Prints a line on rank 0, with escapes for characters that the terminal does not have."""
+        """Prints a line on rank 0, with escapes for characters that the terminal does not have.
+
+        Where nobody reads on, as behind `lmsys train | head`, the run ends as by SIGTERM: training saves a checkpoint.
+        """
         if self.rank == 0:
             encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # stdout is None where it is closed
-            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+            try:
+                print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                signal.raise_signal(signal.SIGTERM)
 
     def wait(self) -> None:
         """Waits until all ranks have called this method."""

@@ -4,6 +4,8 @@ The steps make a tokenizer and tokens, train, evaluate and generate. A setting t
 REFUSED, with its message.
 """
 
+import resource
+import signal
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -18,11 +20,12 @@ from lmsys.model.linear import matmul_dtype
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main, parser, read_config
+from lmsys.training.checkpoint import newest
 from lmsys.training.config import MATMUL_DTYPES
 from lmsys.training.corpora import END_OF_TEXT
 from lmsys.training.data import TokenFiles
 from lmsys.training.run_context import RunContext
-from tests.support.training_runs import SETTINGS, config, copy_of, corpus, trainer
+from tests.support.training_runs import SETTINGS, config, copy_of, corpus, start, trainer
 
 
 @pytest.fixture
@@ -231,6 +234,35 @@ def test_a_text_whose_tokens_are_too_few_is_refused_before_a_step_is_taken(
     line = error_line(capsys, tmp_path, "--corpus", str(tmp_path / "short.txt"))
     assert "its text for validation has 8 tokens, and a sequence takes 17" in line
     assert not (tmp_path / "run" / "tokens").exists()
+
+
+def test_a_run_whose_lines_nobody_reads_on_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    """As behind `lmsys train | head`; the same command goes on from there."""
+    often = "--set", "train.log_interval=1", "--set", "checkpoint.interval=0"
+    started = start(tmp_path / "run", "--corpus", str(corpus(tmp_path)), "--steps", "1000", *often)
+    assert started.stdout is not None
+    while "training:" not in started.stdout.readline():
+        pass
+    started.stdout.close()
+    assert started.wait() == 128 + signal.SIGTERM
+    saved = newest(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved.step < 1000
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "1")], ids=len)
+def test_a_disk_that_is_full_is_a_line(
+    tmp_path: Path, ranks: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file may become larger here than 100 bytes; a tokenizer is."""
+    settings = [f"output={tmp_path / 'run'}", f"data.corpus={corpus(tmp_path)}", *SETTINGS]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        assert main([*(part for setting in settings for part in ("--set", setting)), *ranks, "tokenizer"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    printed = capsys.readouterr().err
+    assert printed.startswith("lmsys train: ") and "File too large" in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("step", pipeline.DATA_STEPS)
