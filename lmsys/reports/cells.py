@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import load, views, words
-from lmsys.values import sentences_of
+from lmsys.values import choice, sentences_of
 
 SPEEDUP = "speedup"  # the field that `compared` adds
 
@@ -48,8 +48,10 @@ def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequenc
     """Adds the field `beside`: the case of the base that a case is compared with, None where it was not run.
 
     The base's case has the value `base` on `axis`. On the axes `same`, by default all other axes, the two cases have
-    the same values.
+    the same values. ValueError for a base that is no row of the table.
     """
+    if base and (rows := view.table(axis) if axis in ("impl", *view.machine.rows) else {}):
+        choice(base, {**rows, **dict.fromkeys(view.values(axis))}, f"the row {base!r} to compare with: ")
     same = same or [name for name in view.axes() if name not in (axis,) + views.OF_THE_ROW]
     bases = view.having(axis, [base]).index(same)
     return view.adding(lambda case: {"beside": bases.get(views.key_of(case, same))})

@@ -21,6 +21,7 @@ from operator import itemgetter
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, expressions, load, words
+from lmsys.values import choice, hold
 
 Rows = Sequence[fields.Record]  # cases that took turns, one for each row
 ROW = itemgetter("impl")
@@ -62,6 +63,18 @@ class Question:
     of_ours: bool = False
     values: Mapping[str, str] = field(default_factory=dict)
     before: Mapping[str, str] = field(default_factory=dict)
+
+    def hold_names(self, machine: load.Machine) -> None:
+        """ValueError for a name that no field of the benchmark has, and for a base that is no row of a table.
+
+        Only layouts of this version are held to this. A file that is older than a field or a row may lack it.
+        """
+        fields = {**machine.fields[self.benchmark], **self.values}
+        tests = self.contends, *self.values.values(), *self.before.values()
+        named = chain(self.keys, self.told, filter(None, [self.way]), *map(expressions.names_in, tests))
+        hold(*((name in fields, load.no_field(name, fields)) for name in named))
+        for name in (*self.bases, *self.before):
+            choice(name, chain(*machine.rows.values()), f"the row {name!r} to compare with: ")
 
     def enough(self, rows: Rows) -> bool:
         """True if a line may name the fastest of these rows: two or more, one of them a peer unless `of_ours`."""

@@ -29,14 +29,14 @@ The docstring of a step's function says what its arguments are. Lists of fields 
 axes that vary, and "time_s!" for a field if any case has a value of it: `View.chosen` lists the signs. `View.cut`
 explains the braces and brackets in its texts, and `lmsys.reports.expressions` says what an expression may be. `of_any`
 is the layout of benchmarks that declare none. benchmarks/layouts.py has examples. A new key of a layout needs code that
-reads it: here, in `load.Machine` ("place", "words") or in page.py ("letters").
+reads it: here, in `load.Machine` ("place", "words") or in page.py ("letters"); and its name in `_chapters`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lmsys.reports import items, load, steps, views, words
+from lmsys.reports import contest, items, load, steps, views, words
 from lmsys.reports import special as special  # imported so that its steps are in `steps.STEPS`
 from lmsys.values import choice, hold
 
@@ -66,12 +66,17 @@ def rehearse(result: Mapping[str, Any]) -> None:
         for name in set(machine.benchmarks) & machine.layouts.keys():
             with suppress(load.ValuesError):
                 chapters(views.view_of(machine, name))
+            if declared := machine.layouts[name].get("fastest"):
+                with load.drawn_by_layout(name, ", under 'fastest'"):
+                    contest.Question(name, **declared).hold_names(machine)
 
 
 def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
     """Yields the chapters of one layout; a chapter with nothing to draw says so."""
+    _hold_keys("a layout", layout, ("prepare", "chapters", "place", "words", "letters", "fastest"))
     (view,) = steps.applied(view, layout.get("prepare", ()))  # ValueError unless these steps make one view
     for declared in layout["chapters"]:
+        _hold_keys("a chapter", declared, ("title", "blocks"))
         names = words.NAMES.findall(declared["title"])
         for part in view.groups(names).values():
             title = words.filled(declared["title"], part.constants(names))
@@ -82,10 +87,15 @@ def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
             yield items.Chapter(title, blocks)
 
 
+def _hold_keys(where: str, declared: Layout, known: Sequence[str]) -> None:
+    """ValueError, with the nearest of the known keys, for any other key: nothing would read it."""
+    for name in declared:
+        choice(name, known, f"{name!r} in {where}: ")
+
+
 def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
     """Yields a block for each view that the "of" steps make, or for each of these views the blocks inside this one."""
-    for name in declared:
-        choice(name, ("title", "of", "lead", "more", "blocks"), f"{name!r} in a block: ")
+    _hold_keys("a block", declared, ("title", "of", "lead", "more", "blocks"))
     for part in steps.applied(view, declared.get("of", ())):
         for inner in declared.get("blocks", ()):
             yield from _blocks(part, inner)

@@ -279,9 +279,13 @@ class View:
         "-a"  nothing; "*" and "@" leave a out
         "a|"  a, if no field was chosen before it
         "a~b" a, unless its value is b in all cases
+
+        ValueError for a name that no field has.
         """
-        known = {name.strip("-?!+|") for name in names}
-        axes = [name for name in self.axes() if name not in known.union(("section",) + OF_THE_ROW)]
+        known = [name.strip("-?!+|").partition("~")[0] for name in names]
+        declared = {**self.fields, **self.first, "*": "", "@": ""}
+        hold(*((name in declared, load.no_field(name, self.fields)) for name in known))
+        axes = [name for name in self.axes() if name not in (*known, "section", *OF_THE_ROW)]
         several = {
             "*": [name for name in self.metrics() if name not in known],
             "@": axes,

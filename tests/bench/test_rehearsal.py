@@ -65,6 +65,30 @@ def test_a_mistake_in_a_layout_is_named(layout: dict[str, Any], sentence: str) -
         rehearse(made_up(layout=layout))
 
 
+QUESTION = {"word": "sums", "title": "Fastest sum", "keys": {"size": "size"}, "bases": ["right"]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (layout_of() | {"prepar": []}, "'prepar' in a layout: must be one of .*; did you mean prepare"),
+        ({"chapters": [{"titel": "Sums"}]}, "'titel' in a chapter: must be one of title, blocks; did you mean title"),
+        (layout_of(["over", "rihgt"]), "step 'over': the row 'rihgt' to compare with: .*; did you mean right"),
+        (layout_of(item=["pivot", ["tme_s!"], ["size"]]), "step 'pivot': no field 'tme_s' is .*did you mean time_s"),
+        (layout_of(item=["pivot", ["time_s"], ["@?", "-sise"]]), "step 'pivot': no field 'sise' is declared"),
+        (layout_of() | {"fastest": QUESTION | {"bases": ["rihgt"]}}, "under 'fastest': the row 'rihgt' to compare"),
+        (layout_of() | {"fastest": QUESTION | {"keys": {"sise": "size"}}}, "under 'fastest': no field 'sise'"),
+        (layout_of() | {"fastest": QUESTION | {"contends": "sise > 1"}}, "under 'fastest': no field 'sise'"),
+        (layout_of() | {"fastest": QUESTION | {"baes": []}}, "under 'fastest': .*unexpected keyword argument 'baes'"),
+    ],
+)
+def test_a_name_in_a_layout_that_nothing_reads_is_an_error(layout: dict[str, Any], sentence: str) -> None:
+    """Such a name left out a table or a column, without a word."""
+    rehearse(made_up(layout=layout_of(["over", "right"]) | {"fastest": QUESTION | {"way": "size"}}))
+    with pytest.raises(LayoutError, match=f"the layout of 'telling'.*{sentence}"):
+        rehearse(made_up(layout=layout))
+
+
 def test_an_undeclared_metric_is_named() -> None:
     with pytest.raises(ValueError, match=r"benchmark 'telling': the fields \['product'\] of its records are declared"):
         made_up(metrics=lambda self, case, record, machine: {"product": record["time_s"]})
