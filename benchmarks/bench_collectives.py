@@ -205,8 +205,7 @@ def _differences(inputs: Inputs, results: Mapping[int, torch.Tensor]) -> Iterato
     scale = inputs.case.world_size if inputs.case.impl in MEANS else 1
     for draw, expected in inputs.expected(results).items():
         # A right mean times the number of ranks is a whole number again, but for the rounding of the division.
-        off = ((results[draw] * scale).round() - expected).abs().max().item() / scale
-        if off != 0:
+        if (off := ((results[draw] * scale).round() - expected).abs().max().item() / scale) != 0:
             yield draw, f"rank {inputs.rank}: the result of {inputs.case.impl} is off by {off:.3g}"
 
 

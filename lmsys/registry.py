@@ -81,8 +81,7 @@ def _imported(file: Path) -> Any:
     If another package of that name was imported, the file is loaded alone, like a file in no package.
     """
     sys.path += [str(folder) for folder in folders_of(file) if str(folder) not in sys.path]
-    packages = list(itertools.takewhile(_is_package, file.parents))  # the innermost first
-    if packages:
+    if packages := list(itertools.takewhile(_is_package, file.parents)):  # the innermost first
         outermost = sys.modules.get(packages[-1].name)
         if outermost is None or str(packages[-1]) in getattr(outermost, "__path__", ()):
             return importlib.import_module(".".join([folder.name for folder in packages[::-1]] + [file.stem]))

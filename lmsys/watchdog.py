@@ -142,8 +142,7 @@ class Watchdog:
         """Watches until the rank has ended or called `end`. If it has died, reports that and ends the other ranks."""
         while True:
             if select.select([0], [], [], LOOK_S)[0]:
-                word = os.read(0, len(SAID))  # empty: the pipe was closed
-                if word != SAID:
+                if (word := os.read(0, len(SAID))) != SAID:  # empty: the pipe was closed
                     break
                 self.is_told = True
             self._look()

@@ -294,8 +294,7 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
         f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts_of(changes).items()
     )
     yield f"{summary or 'nothing to compare'}, by a margin of {margin:.3g}"
-    changed = [change for change in changes if change.is_changed]
-    if changed:
+    if changed := [change for change in changes if change.is_changed]:
         yield f"{'verdict':8} {'after / before':>14} {'95 %':>16}  case"
     for change in changed[:MOST_LINES]:
         ratio, interval = change.texts

@@ -188,8 +188,7 @@ class Trial:
         remembers: a row that is faster in the pass than its arithmetic allows gets no energy.
         """
         sensors, candidate = self.runner.sensors, self.candidate(case)
-        why_not = sensors.why_no_joules if case.id in self.called_here else OTHERS_ENERGY
-        if why_not:
+        if why_not := sensors.why_no_joules if case.id in self.called_here else OTHERS_ENERGY:
             return {"energy_note": why_not}
 
         def wait() -> None:
@@ -205,8 +204,7 @@ class Trial:
 
         conditions = self.runner.conditions()
         measured, failure = candidate.watched(measure)
-        failure = failure or self.impossible(case, measured.call_s, cached=True)
-        if failure:
+        if failure := failure or self.impossible(case, measured.call_s, cached=True):
             return {"energy_note": failure[1]}
         return measured.record(self.benchmark.tokens(case), conditions.record([sensors.read()])["disturbed"])
 
@@ -342,8 +340,7 @@ class Trial:
         """
         if type(self.benchmark).outputs is Benchmark.outputs:
             return
-        cases = [case for case in self.cases if self.measurements[case.id].samples and self.is_able(case)]
-        if cases:
+        if cases := [case for case in self.cases if self.measurements[case.id].samples and self.is_able(case)]:
             self.benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "when it was called again on the same inputs"
         for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():

@@ -274,8 +274,7 @@ def launch(
         *options.values(),
     )
     with torch.cuda.device_of(tensors[0]):
-        kernel = _kernels.get(key)
-        if kernel is None:
+        if (kernel := _kernels.get(key)) is None:
             descriptors = [described(x, block, by_tma(x.device)) for x, block in tiles]
             kernel = _kernels[key] = Kernel(function, descriptors, list(others), **options)
         if grid:

@@ -126,8 +126,7 @@ _count_up = torch._disable_dynamo(torch.autograd.graph.increment_version)
 
 def _count_fused_steps(optimizer: Optimizer, *_: Any) -> None:
     """Raises the version counters of weights that a fused optimizer of torch has stepped: its kernels do not."""
-    weights = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
-    if weights:
+    if weights := [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]:
         _count_up(weights)
 
 

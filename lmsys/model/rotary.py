@@ -155,8 +155,7 @@ class _RotateInPlace(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The tensor (B, S, N, D) whose parts the gradients dq, dk and dv are; None if they are apart in memory.
-        together = whole_of(*(g.transpose(1, 2) for g in grads))
-        if together is None:
+        if (together := whole_of(*(g.transpose(1, 2) for g in grads))) is None:
             return _rotate_backward(*grads, *ctx.saved_tensors), None, None, None
         fused.kernels().turn(
             together, None, *(t.contiguous() for t in ctx.saved_tensors), grads[0].shape[2], backward=True

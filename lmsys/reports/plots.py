@@ -270,8 +270,7 @@ def bars(
     """
     field, groups = view.fields[metric], view.values(axis)
     last = _with_heights(view.of(list(view.index([by, axis]).values())), metric)  # the last case of each bar
-    heights = last.only("drawn").column("drawn")
-    if not heights:
+    if not (heights := last.only("drawn").column("drawn")):
         return None
     low, high = min(heights), max(heights)
     log = high >= 10 * low

@@ -218,8 +218,7 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     Adds four fields for texts about the peer: `theirs` (its row), `their_label`, `their_about` (what the speedup is),
     and `peers` (the row's name with a capital). [] if there is no peer.
     """
-    peers = view.only("peer").column("impl")
-    if not peers:
+    if not (peers := view.only("peer").column("impl")):
         return []
     theirs = peers[0]
     same = [name for name in view.axes() if name not in (*ways, "impl", "label", "peer")]
@@ -394,8 +393,7 @@ def rivals(
         if any(ratios.values()):
             start, end = (words.filled(text, part.first) for text in names)
             data.append({"training": start + end, "end": end} | ratios)
-    heads = list(filter(view.of(data).has_any, pairs))  # of the pairs that were timed
-    if not heads:
+    if not (heads := list(filter(view.of(data).has_any, pairs))):  # of the pairs that were timed
         return None
     rows = []
     for line in data:

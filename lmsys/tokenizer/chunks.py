@@ -102,8 +102,7 @@ def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int
     window, context = _WINDOW, pretokenizer.context
     while after < end:
         begin = max(0, after - context)
-        place = pretokenizer.cut(os.pread(file, window + 2 * context, begin), after - begin)
-        if place is not None:
+        if (place := pretokenizer.cut(os.pread(file, window + 2 * context, begin), after - begin)) is not None:
             return begin + place
         after += window
     return end

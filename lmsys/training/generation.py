@@ -43,8 +43,7 @@ class Sampling(strict_json.Checked):
         """
         ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
         ordered = (ordered - ordered[:, :1]) / (self.temperature or 1.0)  # the largest is 0, so that none overflows
-        top_k = self.top_k if self.temperature else 1
-        if top_k is not None:
+        if (top_k := self.top_k if self.temperature else 1) is not None:
             ordered[:, top_k:] = -torch.inf
         kept = torch.softmax(ordered, dim=-1)
         if self.top_p < 1:

@@ -29,8 +29,7 @@ class JsonLines:
         path = Path(path)
         kept, replaced = [], []
         for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else ():
-            facts = _facts_until(step, line)
-            if facts is None:
+            if (facts := _facts_until(step, line)) is None:
                 replaced.append(line + "\n")
             else:
                 kept.append(_line(facts))

@@ -355,8 +355,7 @@ def clip_grad_norm(
 @torch.no_grad()
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """The L2 norm of all gradients as one vector, as in `clip_grad_norm`; 0 when there are none."""
-    bundles = structure.by_kind(p.grad for p in several("parameters", parameters) if p.grad is not None)
-    if not bundles:
+    if not (bundles := structure.by_kind(p.grad for p in several("parameters", parameters) if p.grad is not None)):
         return torch.zeros(())
     norms = [
         torch.stack(torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32)))

@@ -82,18 +82,15 @@ def _check_folder(folder: Path) -> None:
 
 def _take(context: RunContext, steps: list[str]) -> int:
     """Runs the steps in order, each when all ranks have done the one before it, and returns the exit code."""
-    if "train" in steps:
-        saved = checkpoint.newest(context.checkpoints, verified=False)
-        if saved is not None:
-            saved.require(**loop.facts_of(context.config))  # here, before other data replace those of that training
+    if "train" in steps and (saved := checkpoint.newest(context.checkpoints, verified=False)) is not None:
+        saved.require(**loop.facts_of(context.config))  # here, before other data replace those of that training
     for step in steps:
         if "generate" in steps and step != "tokenizer":
             _ = context.prompt  # too long a prompt is refused here, not after the training
         doing.now(f"in {step!r}")
-        if context.rank == 0 or step in WRITERS:  # the other steps print, which rank 0 does alone
-            code = FUNCTIONS[step](context)
-            if code:
-                return code
+        # The steps that are no WRITERS print, which rank 0 does alone.
+        if (context.rank == 0 or step in WRITERS) and (code := FUNCTIONS[step](context)):
+            return code
         context.wait()
     return 0
 
