@@ -52,10 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         values.hold((given.all == (given.target is None), "name one TARGET, or --all of them"))
         options = question.Options(
-            head_dim=given.head_dim,
+            head_dim=values.whole("--head-dim", given.head_dim, least=1),
             grad=not given.forward,
-            dtypes=tuple(values.choice(name, cases.DTYPES) for name in given.dtype.split(",")),
-            seed=given.seed,
+            dtypes=tuple(values.choice(name, cases.DTYPES, f"--dtype {name!r}: ") for name in given.dtype.split(",")),
+            seed=values.whole("--seed", given.seed, least=-(2**63), most=2**63 - 1),
             layout=given.layout,
         )
         rows = [

@@ -196,6 +196,20 @@ def test_however_a_file_ends_it_is_told_in_a_line(
     assert printed_text.startswith("wrong\n") == (status == 1)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--head-dim", "0"), "--head-dim=0 must be at least 1"),
+        (("--seed", "9" * 30), f"--seed={'9' * 30} must be at least "),
+        (("--dtype", "float32,fp8"), "--dtype 'fp8': must be one of float32, bfloat16, float16"),
+    ],
+)
+def test_a_wrong_option_is_named(option: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong one of these was said to be a fault of the implementation, or was not named."""
+    assert main(["naive", *option]) == 2
+    assert f"lmsys check: error: {message}" in capsys.readouterr().err
+
+
 def test_one_target_is_named_or_all_are_checked() -> None:
     assert main(["--all", "right"]) == main([]) == main(["--all", "--kind", "rotary"]) == 2
 
