@@ -103,7 +103,7 @@ def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int
     while after < end:
         begin = max(0, after - context)
         if (place := pretokenizer.cut(os.pread(file, window + 2 * context, begin), after - begin)) is not None:
-            return begin + place
+            return min(end, begin + place)  # the file goes on behind the end of a part, such as the text to train on
         after += window
     return end
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from lmsys.tokenizer import chunks
+from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training import corpora
 from lmsys.training.__main__ import main
 from lmsys.training.config import DataConfig
@@ -295,6 +297,17 @@ def test_the_standard_library_of_this_python_is_large(tmp_path: Path) -> None:
         corpus_of(DataConfig(folder=str(tmp_path), valid=str(tmp_path / "gone.txt")))
     sizes = [sum(part.size for part in parts) for parts in (library.train, library.valid)]
     assert sizes[0] > 5_000_000 and 0.01 < sizes[1] / sizes[0] < 0.15
+
+
+def test_no_chunk_of_the_text_to_train_on_goes_into_the_held_out_text(tmp_path: Path) -> None:
+    """The next place to cut after one inside of the special token is in the held-out text: that was trained on, too."""
+    path = tmp_path / "text.txt"
+    path.write_text("a" * 1400 + END_OF_TEXT + "held out, and longer than the special token is")
+    (train,) = text_file(path).train
+    assert train.read().decode().endswith(END_OF_TEXT)
+    pretokenizer = Pretokenizer([END_OF_TEXT])
+    for size in range(1, train.size):
+        assert list(chunks.chunks([train], pretokenizer, size))[-1].stop == train.stop
 
 
 def test_a_text_file_is_divided_between_words(tmp_path: Path) -> None:
