@@ -403,7 +403,9 @@ def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         _hold_default(scale, q)
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        return only_o(function(*(x.flatten(0, 1) for x in (q, k, v)), causal)).view(*q.shape[:-1], v.shape[-1])
+        o = only_o(function(*(x.flatten(0, 1) for x in (q, k, v)), causal))
+        # Another shape stays as it is, for those who check results: `view` would take any with as many elements.
+        return o.unflatten(0, q.shape[:2]) if o.shape[:-1] == (q.shape[:2].numel(), q.shape[2]) else o
 
     return row
 

@@ -322,6 +322,17 @@ def test_rows_of_other_interfaces_are_accepted_as_they_are(foreign: Any, causal:
         torch.testing.assert_close(found, naive(q, k, k, causal=causal, scale=scale))
 
 
+@pytest.mark.parametrize("change", [Tensor.flatten, Tensor.squeeze, lambda o: o[None], lambda o: o.flatten(0, 1)])
+def test_a_shape_that_is_not_that_of_the_queries_is_not_mended(change: Any) -> None:
+    """The result has as many elements as a right one, and (B, S, D) alone becomes (B, H, S, D)."""
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 9, 16)
+
+    def row(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return change(cs336(q, k, v, is_causal))
+
+    assert adapt(row)(q, k, k).shape != q.shape
+
+
 @pytest.mark.parametrize("foreign", TAKE_NO_SCALE)
 def test_a_row_that_takes_no_scale_refuses_another_than_the_default(foreign: Any) -> None:
     with pytest.raises(ValueError, match="scale=0.3"):
