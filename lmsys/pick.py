@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         content = record.load(given.result)
-        strangers = {x["impl"] for x in content["records"] if _is_plain(x)} - ATTENTION.keys()
+        strangers = {x["impl"] for x in content["records"] if _can_be_picked(x)} - ATTENTION.keys()
         fastest = fastest_rows(x for x in content["records"] if x["impl"] not in strangers)
         values.hold(
             (given.output.suffix == ".py", f"{given.output}: a module is written, so its name must end in .py"),
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Timed]:
     """{(training, *values of CASE): the fastest row}. If a case was measured twice, its last comparison counts."""
-    fastest, plain = dict[tuple[Any, ...], Timed](), filter(_is_plain, records)
+    fastest, plain = dict[tuple[Any, ...], Timed](), filter(_can_be_picked, records)
     for case, measured in fields.grouped((tuple(map(x.__getitem__, CASE)), x) for x in plain).items():
         for training, directions in USES:
             best = min(_times(measured, directions), default=None)
@@ -96,7 +96,7 @@ def fastest_rows(records: Iterable[fields.Record]) -> dict[tuple[Any, ...], Time
     return fastest
 
 
-def _is_plain(x: fields.Record) -> bool:
+def _can_be_picked(x: fields.Record) -> bool:
     """True for a row of attention as it is today, in a case without options, of which the record says all."""
     return (
         x["benchmark"] == "attention"

@@ -47,7 +47,7 @@ from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_deco
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 from lmsys.attention.tuning import Tile, block_d, candidates, tune
-from lmsys.kernels.launch import INTERPRETED, Kernel, by_tma, describable, described, dot_precision, stream_of
+from lmsys.kernels.launch import INTERPRETED, Kernel, by_tma, dot_precision, stream_of, tile_argument, with_aligned_rows
 from lmsys.kernels.tritons import version
 
 INTERPRETED_SCORES = 2**18  # the most scores for which the interpreter is used: with more a check takes minutes
@@ -119,7 +119,7 @@ class _Launch:
             blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
             _kernels[key] = Kernel(
                 AGAIN[name] if again else function,
-                [described(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
+                [tile_argument(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
                 **({} if extent else {name: None for name in EXTENT if name in function.arg_names}),
                 # The kernels of AGAIN set the first two themselves.
@@ -279,8 +279,8 @@ def _backward(
         # autograd runs this in a thread of its own, where possibly no CUDA context is bound yet. Triton binds one on
         # launch, but descriptors are encoded before. This call binds it, also while a CUDA graph is captured.
         torch.cuda.is_current_stream_capturing()
-    dq, dk, dv = custom_ops.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
-    q, k, v, o, do = map(describable, (q, k, v, o, do))
+    dq, dk, dv = custom_ops.gradients_like(q, k, v, lambda x: with_aligned_rows(torch.empty_like(x)), together)
+    q, k, v, o, do = map(with_aligned_rows, (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
@@ -310,7 +310,7 @@ def mend_forward(
 ) -> None:
     """Computes again, in place, the tiles of another row's o and lse that NaN in hidden keys may have spoilt.
 
-    tensors  q, k, v, o, as `describable` returns them
+    tensors  q, k, v, o, as `with_aligned_rows` returns them
     spoilt   (1,) int64: if it is not 0, tiles whose o holds NaN are computed again
     bounds   the intervals of the pattern
     """
@@ -322,7 +322,7 @@ def mend_backward(
 ) -> None:
     """Computes again, in place, tiles of another row's gradients, as `mend_forward` does with o.
 
-    tensors  q, k, v, o, do, dq, dk, dv, as `describable` returns them
+    tensors  q, k, v, o, do, dq, dk, dv, as `with_aligned_rows` returns them
     vectors  lse, lse2, delta and spoilt. lse2 and delta are as `_dq_kernel` writes them, but each head is padded to a
              multiple of 64 queries, always to the same one for a shape and dtype: launches are kept by these
     """

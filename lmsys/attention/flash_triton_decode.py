@@ -44,7 +44,16 @@ from lmsys.attention.flash_triton_kernels import (
     _tanh,
 )
 from lmsys.attention.pattern import Pattern
-from lmsys.kernels.launch import INTERPRETED, Kernel, arch_of, by_tma, describable, described, dot_precision, stream_of
+from lmsys.kernels.launch import (
+    INTERPRETED,
+    Kernel,
+    arch_of,
+    by_tma,
+    dot_precision,
+    stream_of,
+    tile_argument,
+    with_aligned_rows,
+)
 
 # Bytes of a tile of keys, and of one of values. The interpreter has smaller tiles, so that few keys fill several.
 TILE_BYTES = 1024 if INTERPRETED else 32 * 1024
@@ -268,9 +277,9 @@ def forward_tensors(
     o is contiguous if `contiguous`, else it has q's layout.
     """
     # q's layout is (B, Q, H, D) in memory if a projection wrote it.
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if contiguous else describable(torch.empty_like(q))
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if contiguous else with_aligned_rows(torch.empty_like(q))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return describable(q), describable(k), describable(v), o, lse
+    return with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v), o, lse
 
 
 def decodes(q: Tensor, pattern: Pattern | None) -> bool:
@@ -350,7 +359,7 @@ def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...]
         blocks = [[1, plan.heads, plan.queries, tile_d], *2 * [[1, 1, plan.block_k, tile_d]]]
         _kernels[key] = Kernel(
             _split_keys_kernel,
-            [described(x, block, by_tma(q.device)) for x, block in zip(tensors, blocks, strict=True)],
+            [tile_argument(x, block, by_tma(q.device)) for x, block in zip(tensors, blocks, strict=True)],
             list(others),
             HEADS=plan.heads,
             QUERIES=plan.queries,
@@ -373,6 +382,6 @@ def _combine(o: Tensor, others: tuple[Any, ...], tile_d: int) -> Any:
         options: dict[str, Any] = {"D": tile_d, "PARTS": 32, "CHAINED": _can_chain(o.device), "num_warps": 4}
         if options["CHAINED"]:
             options["launch_pdl"] = True
-        result = described(o, [1, 1, 1, tile_d], by_tma(o.device))
+        result = tile_argument(o, [1, 1, 1, tile_d], by_tma(o.device))
         _kernels[key] = Kernel(_combine_kernel, [result], list(others), **options)
     return _kernels[key]

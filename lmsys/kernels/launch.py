@@ -33,7 +33,7 @@ FUSED = {"enable_fp_fusion": True}  # Triton's default, given since 3.9 warns th
 FARTHEST_ROWS = 2**23  # a row stride in elements: the 256 rows of the largest tile then span 2**31 elements
 MAX_DESCRIPTORS = 8192  # how many are kept at a time, to bound the memory: each takes about 1 KiB
 
-_descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # arguments of launches: see `DirectKernel._described`
+_descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # arguments of launches: see `DirectKernel._arguments_of`
 INTERPRETED = triton.knobs.runtime.interpret  # True: kernels run in Triton's interpreter
 if INTERPRETED:
     from lmsys.kernels import interpreter
@@ -85,7 +85,7 @@ def by_tma(device: torch.device) -> bool:
     return device.type != "cuda" or 90 <= arch_of(device) < 110
 
 
-def described(x: Tensor, block: list[int], tma: bool) -> Any:
+def tile_argument(x: Tensor, block: list[int], tma: bool) -> Any:
     """x (B, H, S, D), or a vector, as an argument of a kernel that moves tiles of shape `block`.
 
     With `tma` it is a descriptor, else as `strided`.
@@ -103,7 +103,7 @@ def strided(x: Tensor, base: Any) -> Any:
     return Strided(base, batch, head, row, rows, triton.language.constexpr(shape[-1]))
 
 
-def describable(x: Tensor) -> Tensor:
+def with_aligned_rows(x: Tensor) -> Tensor:
     """x (B, H, S, D) itself if a descriptor can address it, else a copy whose rows start at multiples of 16 bytes.
 
     A copy is also made if rows are so far apart that offsets inside of a tile do not fit 32 bits.
@@ -125,7 +125,7 @@ class DirectKernel:
     """One binary of `function`, compiled for constants and for the dtypes and blocks of its descriptors.
 
     function     the kernel, as `triton.jit` returns it
-    descriptors  examples of the first arguments, as `described` makes them
+    descriptors  examples of the first arguments, as `tile_argument` makes them
     others       an example of each further argument, tensors for pointers. Whatever Triton specialises on (types,
                  alignment, divisibility) must be the same in every call
     options      the constants of the kernel, by name, and options of the compiler
@@ -180,12 +180,12 @@ class DirectKernel:
         for x, meta in zip(tensors, self._metas, strict=True):
             key = x.data_ptr(), x.shape, x.stride(), meta
             arguments = _descriptors.get(key)
-            args += self._described(x, key) if arguments is None else arguments
+            args += self._arguments_of(x, key) if arguments is None else arguments
         args += *others, *self._constants
         # A grid has three dimensions; the last one is 1.
         self._launch(grid, grid_y, 1, stream, *self._head, *((args,) if self._common else args))
 
-    def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _arguments_of(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments that the launcher takes for x: a TMA descriptor with shape and strides, or a `Strided`."""
         address, _, _, meta = key
         if isinstance(meta, torch.dtype):
@@ -219,10 +219,10 @@ class PublicKernel:
         self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
     ) -> None:
         """Launches the kernel; the arguments are those of `DirectKernel.__call__`."""
-        described = [_describe(x, block) for x, block in zip(tensors, self._blocks, strict=True)]
+        arguments = [_unchecked_tile_argument(x, block) for x, block in zip(tensors, self._blocks, strict=True)]
         if (dtypes := _dtypes(others)) != self._dtypes:  # `DirectKernel` would read the memory as the wrong dtype
             raise TypeError(f"the kernel was compiled for {self._dtypes}, and is called with {dtypes}")
-        self._kernel[grid, grid_y, 1](*described, *others, *self._constants, stream=stream)
+        self._kernel[grid, grid_y, 1](*arguments, *others, *self._constants, stream=stream)
 
 
 def _dtypes(others: Sequence[Any]) -> list[Any]:
@@ -230,8 +230,8 @@ def _dtypes(others: Sequence[Any]) -> list[Any]:
     return [x.dtype if isinstance(x, Tensor) else None for x in others]
 
 
-def _describe(x: Tensor, block: list[int] | None) -> Any:
-    """x as a descriptor of tiles of shape `block`, or if that is None as `strided`.
+def _unchecked_tile_argument(x: Tensor, block: list[int] | None) -> Any:
+    """x as a descriptor of tiles of shape `block`, or if that is None as `strided`; faster than `tile_argument`.
 
     The constructor is not called: its checks cost more than the launch, and `PublicKernel`'s examples have passed them.
     """
@@ -260,9 +260,9 @@ def launch(
 
     grid, grid_y  the numbers of programs; with `grid` 0 nothing is launched
     others        tensors of one device and numbers; the kernel must not be specialised on them (`do_not_specialize`)
-    tiles         for each of the kernel's first arguments a tensor (B, H, S, D), as `describable` returns it, and the
-                  shape of the tiles that the kernel moves. A tile is as wide as the tensor. Equal `options` must mean
-                  equal shapes of tiles: they are a part of the key by which compiled kernels are kept, the shapes not
+    tiles         for each of the kernel's first arguments a tensor (B, H, S, D), as `with_aligned_rows` returns it, and
+                  the shape of the tiles that the kernel moves. A tile is as wide as the tensor. Equal `options` must
+                  mean equal shapes of tiles: the key by which compiled kernels are kept has the options, not the shapes
     options       the constants and compiler options
     """
     moved = tuple(x for x, _ in tiles)
@@ -274,8 +274,9 @@ def launch(
         *options.values(),
     )
     with torch.cuda.device_of(tensors[0]):
-        if (kernel := _kernels.get(key)) is None:
-            descriptors = [described(x, block, by_tma(x.device)) for x, block in tiles]
+        kernel = _kernels.get(key)
+        if kernel is None:
+            descriptors = [tile_argument(x, block, by_tma(x.device)) for x, block in tiles]
             kernel = _kernels[key] = Kernel(function, descriptors, list(others), **options)
         if grid:
             kernel(grid, stream_of(tensors[0]), moved, others, grid_y)

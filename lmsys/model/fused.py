@@ -2,8 +2,8 @@
 
 `TransformerLM.fuse_blocks` makes the model call `run` in place of its blocks. The kernels are in fused_triton.py.
 `lmsys.training.possible` calls `why_not` and `check_levels` before a training, and rotary.py uses `kernels` and
-`is_plain`. `add_norm` and `swiglu` have two versions, by kernels and in plain PyTorch, which must compute the same: if
-you change one version, change the other, too.
+`needs_plain_torch`. `add_norm` and `swiglu` have two versions, by kernels and in plain PyTorch, which must compute the
+same: if you change one version, change the other, too.
 
 A block ends in an addition, and the next block begins with a norm of the sum. Here both are one function, `add_norm`.
 It reads the residual stream and the branch (the output of attention or feed-forward) once, and writes the sum and the
@@ -44,7 +44,7 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: Any) -> tuple[t
     norm  an `RMSNorm` of transformer.py
     The sum has x's dtype, which may be wider than the branch's. Differentiable once.
     """
-    if torch.compiler.is_compiling() or is_plain(x):
+    if torch.compiler.is_compiling() or needs_plain_torch(x):
         total = x if branch is None else x + branch
         return total, norm(total)
     with part("norms"):
@@ -56,7 +56,7 @@ def swiglu(halves: torch.Tensor) -> torch.Tensor:
 
     Kernels compute in float32. Differentiable once.
     """
-    if torch.compiler.is_compiling() or is_plain(halves):
+    if torch.compiler.is_compiling() or needs_plain_torch(halves):
         gate, value = halves.chunk(2, dim=-1)
         return functions.silu(gate) * value
     return _SwiGLU.apply(halves.contiguous())
@@ -108,7 +108,7 @@ def run(layers: list[Any], last: Any, x: torch.Tensor, attend: list[Any], rope: 
     return add_norm(x, branch, last)[1]
 
 
-def is_plain(x: torch.Tensor) -> bool:
+def needs_plain_torch(x: torch.Tensor) -> bool:
     """True where plain PyTorch must compute on x: off CUDA, in float64, without Triton, or inside of torch.func."""
     return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or autograd.is_transformed()
 

@@ -4,8 +4,8 @@
 the projections and writes q, k and v; in the backward it puts their gradients side by side again. Plain PyTorch, even
 when torch.compile fuses it, reads pairs of neighbours one value at a time, at half the memory's speed. With `in_place`
 the kernel reads and writes q and k alone, and v is never copied: attention reads all three as parts of one tensor.
-Where no kernel can run (`fused.is_plain`), `_turn` does the same rotation in plain PyTorch: if you change the kernel or
-`_turn`, change both.
+Where no kernel can run (`fused.needs_plain_torch`), `_turn` does the same rotation in plain PyTorch: if you change the
+kernel or `_turn`, change both.
 
 Source: Su et al. 2021 (arXiv 2104.09864).
 
@@ -77,7 +77,7 @@ class RotaryEmbedding(nn.Module):
             functions.check_ids("positions", positions, "positions in the context", shapes=None, below=len(self.cos))
         cos, sin = (t[: projected.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
         heads = projected.unflatten(-1, (-1, 2 * cos.shape[-1]))  # (B, S, N, D)
-        if not fused.is_plain(projected):
+        if not fused.needs_plain_torch(projected):
             rotation = _RotateInPlace if in_place and not torch.compiler.is_compiling() else _Rotate
             return rotation.apply(heads, cos, sin, num_heads)
         kv_heads = (heads.shape[2] - num_heads) // 2

@@ -2,9 +2,9 @@
 
 `lmsys.checkpointing` says what each level keeps, and what a new level needs. At the levels "matmuls" and "attention"
 `Block.forward` of transformer.py calls `run_selectively`, or `run_again` if a part of the block is not plain
-(`Block.is_plain`). Pieces end in matmuls, which a second run skips, and attention itself is in no piece. So neither
-matmuls nor attention are computed again, except the feed-forward's first two matmuls at the level "attention". Since
-pieces are made of modules and not of operators, any implementation of attention can be used, whatever kernels it
+(`Block.has_plain_parts`). Pieces end in matmuls, which a second run skips, and attention itself is in no piece. So
+neither matmuls nor attention are computed again, except the feed-forward's first two matmuls at the level "attention".
+Since pieces are made of modules and not of operators, any implementation of attention can be used, whatever kernels it
 launches. `TransformerLM.hidden` calls `run_again` for the level "whole".
 
 `Block.forward`, `run_selectively` and `run` of fused.py compute the same block: a change of one is a change of all.

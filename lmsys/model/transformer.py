@@ -281,13 +281,13 @@ class Block(nn.Module):
                is right for plain parts only
         """
         if level != "none":
-            if not self.is_plain():
+            if not self.has_plain_parts():
                 return selective.run_again(self.forward, x, attend, rope, positions, preserve_rng_state=True)
             return selective.run_selectively(self, level, x, attend, rope, positions)
         x = x + self.attn(self.ln1(x), attend, rope, positions)
         return x + self.ffn(self.ln2(x))
 
-    def is_plain(self) -> bool:
+    def has_plain_parts(self) -> bool:
         """True where all parts are `plain`.
 
         Other parts may draw random numbers, such as LoRA's dropout, and must be called as modules, which
@@ -458,7 +458,7 @@ class TransformerLM(nn.Module):
                     attend,
                     positions,
                     preserve_rng_state=not all(
-                        block.is_plain() for block in list(self.layers)[group.first : group.stop]
+                        block.has_plain_parts() for block in list(self.layers)[group.first : group.stop]
                     ),
                 )
                 if group.level == "whole"

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from lmsys.attention.flash_triton_kernels import _load, _store
-from lmsys.kernels.launch import arch_of, by_tma, describable, launch
+from lmsys.kernels.launch import arch_of, by_tma, launch, with_aligned_rows
 from lmsys.measure.profile import register_kernels
 
 # The smallest number of rows, and the fewest tiles in all. Below either of them torch's matmul is as fast: it is short,
@@ -143,4 +143,4 @@ def symmetric(
 def _in_chunks(x: torch.Tensor, width: int) -> torch.Tensor:
     """x (N, R, C) as (N, chunks, R, width), with zeros from column C on; a view where nothing is to be added."""
     x = F.pad(x, (0, -x.shape[2] % width)) if x.shape[2] % width else x
-    return describable(x.view(*x.shape[:2], -1, width).transpose(1, 2))
+    return with_aligned_rows(x.view(*x.shape[:2], -1, width).transpose(1, 2))

@@ -18,7 +18,7 @@ from torch import Tensor  # noqa: E402
 
 from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode  # noqa: E402
 from lmsys.kernels import launch  # noqa: E402
-from lmsys.kernels.launch import Strided, describable, strided  # noqa: E402
+from lmsys.kernels.launch import Strided, strided, with_aligned_rows  # noqa: E402
 from lmsys.testing import Oracle, make_inputs  # noqa: E402
 from tests.support.attention_rows import Row, assert_within_budget, law, skip_unless_it_runs  # noqa: E402
 from tests.support.patterns import make_pattern, patterned  # noqa: E402
@@ -102,13 +102,13 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
     """An offset inside of a tile has 32 bits. `far` has rows of 2**23 elements, `near` of half as many."""
     far = torch.empty(1, device="meta", dtype=torch.bfloat16).as_strided((1, 1, 300, 64), (64, 64, 2**23, 1))
     near = far.as_strided(far.shape, (64, 64, 2**22, 1))
-    assert describable(near).stride() == near.stride() and describable(far).stride(2) == 64
+    assert with_aligned_rows(near).stride() == near.stride() and with_aligned_rows(far).stride(2) == 64
 
 
 def test_strides_are_passed_as_odd_numbers_above_one() -> None:
     """Strides n, in units of 16 bytes, are passed as 2 n + 1: Triton compiles 1 and multiples of 16 into the binary."""
     for dtype, length in product((torch.float16, torch.float32), (1, 5, 17)):
-        x = describable(torch.zeros(2, 1, length, 20, dtype=dtype)[..., 1:])
+        x = with_aligned_rows(torch.zeros(2, 1, length, 20, dtype=dtype)[..., 1:])
         base, *numbers, columns = strided(x, x)
         batch, _, row = (stride * x.element_size() // 16 for stride in x.stride()[:3])
         assert base is x and columns.value == 19

@@ -139,7 +139,7 @@ def test_a_fused_model_errs_no_more_than_an_eager_one(
 ) -> None:
     plain, other, tokens = models(device, residual, attention)
     ordinary = gradients(plain, tokens, dtype)
-    monkeypatch.setattr(fused, "is_plain", lambda x: False)  # kernels run on a CPU, too, in Triton's interpreter
+    monkeypatch.setattr(fused, "needs_plain_torch", lambda x: False)  # on a CPU, too, by Triton's interpreter
     of_fused = gradients(other, tokens, dtype)
     monkeypatch.undo()
     plain.config = replace(plain.config, attention="naive")
@@ -150,7 +150,7 @@ def test_a_fused_model_errs_no_more_than_an_eager_one(
 
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(fused, "is_plain", lambda x: False)
+    monkeypatch.setattr(fused, "needs_plain_torch", lambda x: False)
     x = torch.randn(3, 4, requires_grad=True)
     total, normalised = fused.add_norm(x, x.detach(), RMSNorm(4, EPS))
     for y in (normalised, fused.swiglu(x)):

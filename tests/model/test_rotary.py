@@ -123,7 +123,7 @@ def test_a_backward_that_needs_the_projection_is_refused(device: str, monkeypatc
 
     A second rotation of one projection also overwrites the result of the first, which the backward of `square` needs.
     """
-    monkeypatch.setattr(fused, "is_plain", lambda x: False)
+    monkeypatch.setattr(fused, "needs_plain_torch", lambda x: False)
     rope, x = draw((1, 3, 1, 1, 2), 0, torch.float32, device)
     kept = rope(x.exp(), 1, None, in_place=True)[0]
     projected = x * 1
@@ -135,7 +135,7 @@ def test_a_backward_that_needs_the_projection_is_refused(device: str, monkeypatc
 
 @needs_triton
 def test_compiled_code_does_not_rotate_in_place(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "is_plain", lambda x: False)
+    monkeypatch.setattr(fused, "needs_plain_torch", lambda x: False)
     rope, x = draw((2, 5, 4, 2, 4), 0, torch.float32, device)
     before = x.detach().clone()
     expected = rope(x, 4, None)

@@ -43,13 +43,15 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
 from lmsys.attention.pattern import Pattern
-from lmsys.kernels.launch import DirectKernel, describable, geometry, raw_stream
+from lmsys.kernels.launch import DirectKernel, geometry, raw_stream, with_aligned_rows
 
 LOG2_E = math.log2(math.e)
 TILE_K = 128  # keys of a CTA of the backward
 ROWS = 64  # queries that one warp group of the forward owns
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-DQ_TILE = 4096  # numbers of dq (16 KiB of float32) that a consumer adds to in a step: 64 queries by 64 columns
+# Numbers of dq (16 KiB of float32) that a consumer adds to in a step: 64 queries by 64 columns, as `add_registers` and
+# `clear` of hopper.py move them. The kernels of backward.py, backward_steps.py and dq.py write this number themselves.
+DQ_TILE = 4096
 # int64 slots: five scalars that preprocess_kernel writes, and the flag for NaN. They are an even number, so that
 # dq_semaphore behind them is 16-byte aligned, as the compiler assumes.
 NUM_PARAMETERS = 6
@@ -67,7 +69,8 @@ MOST_CLEARED = 8  # tiles of DQ_TILE numbers that a CTA clears: more of them wou
 EXTENT = "first_ptr", "end_ptr", "per_entry"
 FORWARD_EXTENT, BACKWARD_EXTENT = (*EXTENT, "spoilt_ptr"), (*EXTENT, "query_end_ptr")
 # (consumer warp groups of a CTA, CTAs that share a multiprocessor) -> registers of a thread: in consumers, and in all
-# warp groups at the start. A multiprocessor has 65,536; consumers take what the producer gives back.
+# warp groups at the start. A multiprocessor has 65,536; consumers take what the producer gives back. The forward gets
+# its number as a constant; `backward_kernel` has the 240 of (2, 1) in its own text: change both together.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 # Arguments that kernels are compiled with. Their values do not matter: Triton compiles for the type of a float, and
 # kernels name the integers in `do_not_specialize`. For an integer that they do not name, Triton would make code of its
@@ -92,18 +95,18 @@ def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 class Kernel(DirectKernel):
     """A binary whose first arguments are descriptors of tensors.
 
-    `tensors`: an example of each described tensor; `blocks`: the shape of the block of each that TMA moves. `others`
-    and `options` are those of `DirectKernel`.
+    `tensors`: an example of the tensor of each descriptor; `blocks`: the shape of the block of each that TMA moves.
+    `others` and `options` are those of `DirectKernel`.
     """
 
     def __init__(
         self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
     ):
-        described = [
+        descriptors = [
             TensorDescriptor(x, *geometry(x), block, layout(block, x.dtype))
             for x, block in zip(tensors, blocks, strict=True)
         ]
-        super().__init__(function, described, others, num_warps=4, **options)
+        super().__init__(function, descriptors, others, num_warps=4, **options)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -357,7 +360,7 @@ class _Backward:
 def _eighths(x: Tensor) -> tuple[int, int, int]:
     """Strides (b, h, s) divided by 8; a kernel multiplies by 8, which proves 16-byte alignment to the compiler.
 
-    All dtypes that the row takes have 2 bytes; `describable` makes the strides multiples of 8.
+    All dtypes that the row takes have 2 bytes; `with_aligned_rows` makes the strides multiples of 8.
     """
     b, h, s, _ = x.stride()
     return b // 8, h // 8, s // 8
@@ -373,7 +376,7 @@ def _forward(
     """
     o = _like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    q, k, v = describable(q), describable(k), describable(v)
+    q, k, v = map(with_aligned_rows, (q, k, v))
     bounded, extent = pattern is not None, ()
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)  # kept until the kernel that reads it is launched
@@ -407,7 +410,7 @@ def _backward(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = custom_ops.gradients_like(q, k, v, _like, together)
-    q, k, v, o, do = describable(q), describable(k), describable(v), describable(o), describable(do)
+    q, k, v, o, do = map(with_aligned_rows, (q, k, v, o, do))
     bounded, extent = pattern is not None, ()
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)
