@@ -19,6 +19,7 @@ from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, 
 from lmsys.config import ModelConfig
 
 ADDEND, TIMES = 0.01, 1000  # `sums` adds ADDEND to 0 so many times: without rounding the sum is 10
+# A model as small as may be: its dtypes are those of a large one.
 CONFIG = ModelConfig(
     d_model=64, d_ff=128, num_layers=1, num_heads=2, vocab_size=97, context_length=16, attention="sdpa_math"
 )
@@ -122,11 +123,11 @@ class Precision(Benchmark):
     fields: tuple[Field, ...] = fields.columns("dtype", fields.details("addend", "times", "sums", "tensors"))
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:
-        for study in (
+        for entry in (
             Entry("accumulation", "benchmarks.bench_precision:sums"),
             Entry("autocast", "benchmarks.bench_precision:tensors"),
         ):
-            yield from (Study(study.name, study, settings.device, dtype) for dtype in ("float16", "bfloat16"))
+            yield from (Study(entry.name, entry, settings.device, dtype) for dtype in ("float16", "bfloat16"))
 
     def open(self, candidate: Candidate, setup: None) -> None:
         """Runs the study, whose fields go into the record."""

@@ -251,8 +251,8 @@ class Training(Benchmark):
         elif case.reproducible and (others := _other_weights(case, weights[0], trial.setup)):
             candidate.failed("wrong", others)
         elif settings.timed:
-            clocks = [one.sm_clock_mhz for by_rank in epochs[1:] for one in by_rank if one.sm_clock_mhz is not None]
-            measurement.samples = [max(one.seconds for one in by_rank) for by_rank in epochs[1:]]
+            clocks = [x.sm_clock_mhz for by_rank in epochs[1:] for x in by_rank if x.sm_clock_mhz is not None]
+            measurement.samples = [max(x.seconds for x in by_rank) for by_rank in epochs[1:]]
             candidate.notes["weights"] = weights[0] if case.reproducible else None
             measurement.record = {
                 "peak_bytes": max(peaks),

@@ -244,17 +244,17 @@ def slices_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
     They are slices, and no lists of indices, since these would have to be copied to the device. The first slice of
     tokens holds an extreme token, and the first of classes a class of such a token, if there are any.
     """
-    chance = random.Random(key)
+    rng = random.Random(key)
 
-    def some(groups: Tensor) -> list[slice]:
+    def draw_slices(groups: Tensor) -> list[slice]:
         starts = list(range(0, len(groups), SLICE_ROWS))
         holding = sorted({index - index % SLICE_ROWS for index in groups.nonzero().flatten().tolist()})
-        first = [chance.choice(holding)] if holding else []
+        first = [rng.choice(holding)] if holding else []
         others = [start for start in starts if start not in first]
-        chosen = first + chance.sample(others, min(NUM_SLICES, len(starts)) - len(first))
+        chosen = first + rng.sample(others, min(NUM_SLICES, len(starts)) - len(first))
         return [slice(start, min(start + SLICE_ROWS, len(groups))) for start in chosen]
 
-    return some(inputs.groups[0]), some(inputs.groups[1])
+    return draw_slices(inputs.groups[0]), draw_slices(inputs.groups[1])
 
 
 def indices(slices: list[slice]) -> list[int]:
@@ -306,8 +306,8 @@ def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Reco
 
     groups  the group of each of the n tokens
     """
-    chance = random.Random(key)
-    row = chance.choice((groups == chance.choice(groups.unique().tolist())).nonzero().flatten().tolist())
+    rng = random.Random(key)
+    row = rng.choice((groups == rng.choice(groups.unique().tolist())).nonzero().flatten().tolist())
     return {
         "tensor": D_HIDDEN,
         "row": row,

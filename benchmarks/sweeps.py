@@ -546,18 +546,18 @@ def without_bfloat16(sweep: Sweep) -> Sweep:
     `conftest.py` calls this for GPUs of compute capability below 8.0.
     """
     grids = dict[str, tuple[Grid, ...]]()
-    for benchmark, given in sweep.grids.items():
-        taken = {"bfloat16": "float16", "bf16": "fp16" if benchmark in ("model", "anatomy", "loss") else "fp32"}
-        grids[benchmark] = tuple(_exchanged(grid, taken) for grid in given)
+    for benchmark, originals in sweep.grids.items():
+        instead = {"bfloat16": "float16", "bf16": "fp16" if benchmark in ("model", "anatomy", "loss") else "fp32"}
+        grids[benchmark] = tuple(_with_replaced(grid, instead) for grid in originals)
     return replace(sweep, grids=grids)
 
 
-def _exchanged(grid: Grid, taken: dict[str, str]) -> Grid:
-    """The grid with other dtypes and precisions, by `taken`, {name: other name}.
+def _with_replaced(grid: Grid, instead: dict[str, str]) -> Grid:
+    """The grid with other dtypes and precisions, by `instead`, {name: the name in its place}.
 
     A grid without precisions has the default of `axes.py`, bf16.
     """
     values: dict[str, Any] = {"precision": ("bf16",), **grid}
     for axis in values.keys() & {"dtype", "precision", "comm_dtype"}:
-        values[axis] = tuple(dict.fromkeys(taken.get(name, name) for name in values[axis]))
+        values[axis] = tuple(dict.fromkeys(instead.get(name, name) for name in values[axis]))
     return grid.but(**values)

@@ -51,15 +51,15 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
         runs = [("whole" if checkpoint_blocks else "none", num_layers, checkpoint_blocks or num_layers)]
     else:
         text = f"{checkpoint_blocks}*{num_layers}" if checkpoint_blocks in LEVELS else checkpoint_blocks
-        found = [RUN.fullmatch(run) for run in text.split(",")]
-        runs = [(run[1], int(run[2]), 1 if run[1] == "whole" else int(run[2])) for run in found if run]
+        matches = [RUN.fullmatch(run) for run in text.split(",")]
+        runs = [(run[1], int(run[2]), 1 if run[1] == "whole" else int(run[2])) for run in matches if run]
         values.hold(
             (
                 checkpoint_blocks != FIT,
                 "checkpoint_blocks='fit' is no level yet: lmsys.cost.memory.fit(config, ...) chooses them",
             ),
             (
-                all(found) and sum(count for _, count, _ in runs) == num_layers,
+                all(matches) and sum(count for _, count, _ in runs) == num_layers,
                 f"{checkpoint_blocks=} must be a number of blocks, {FIT}, one of {', '.join(LEVELS)}, or several of"
                 f" these with numbers that add up to {num_layers} layers, as attention*12,matmuls*22 does to 34",
             ),

@@ -103,10 +103,11 @@ def folders_of(file: Path) -> list[Path]:
     They are the file's folder, the folder that holds its outermost package, the roots of the projects that hold it (see
     PROJECT), and the folders of projects directly inside of those roots.
     """
-    around = [file.parent, next(folder for folder in file.parents if not _is_package(folder))]
-    for root in [folder for folder in file.parents if any((folder / name).exists() for name in PROJECT)]:
-        around += [root, *sorted({path.parent for name in PROJECT for path in root.glob(f"*/{name}")})]
-    return list(dict.fromkeys(around))
+    folders = [file.parent, next(folder for folder in file.parents if not _is_package(folder))]
+    for folder in file.parents:
+        if any((folder / name).exists() for name in PROJECT):
+            folders += [folder, *sorted({path.parent for name in PROJECT for path in folder.glob(f"*/{name}")})]
+    return list(dict.fromkeys(folders))
 
 
 def _is_package(folder: Path) -> bool:
@@ -165,13 +166,13 @@ class Traits:
     @classmethod
     def checked(cls, row: str, values: Mapping[str, Any]) -> Self:
         """Traits with these values by name, else defaults, for the row of this name. ValueError as `of`."""
-        types = get_type_hints(cls)
+        type_of = get_type_hints(cls)
         for name, value in values.items():
-            kind = types[choice(name, types, begin=f"row {row!r}: trait {name!r} ")]
+            expected = type_of[choice(name, type_of, begin=f"row {row!r}: trait {name!r} ")]
             hold(
                 (
-                    isinstance(value, tuple if get_origin(kind) is tuple else kind),
-                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got"
+                    isinstance(value, tuple if get_origin(expected) is tuple else expected),
+                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(expected)}; got"
                     f" {shortly(value)}",
                 ),
                 (

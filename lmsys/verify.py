@@ -282,24 +282,25 @@ def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, r
         yield f"{where}: its evidence cannot be read: {type(error).__name__}: {error}"
 
 
-def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str) -> Iterator[str]:
-    """Yields a sentence for each field of `right` that `found` has with another value.
+def _differences(right: Mapping[str, Any], recorded: Mapping[str, Any], source: str) -> Iterator[str]:
+    """Yields a sentence for each field of `right` that `recorded` has with another value.
 
     source  what `right` was computed from, as the sentence names it
     """
     for name, value in right.items():
-        if name in found and not _same(value, found[name]):
-            yield f"{name} is {shortly(found[name])}; by {source} it is {shortly(value)}"
+        if name in recorded and not _same(value, recorded[name]):
+            yield f"{name} is {shortly(recorded[name])}; by {source} it is {shortly(value)}"
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     """True if two values of a field are equal, numbers up to rounding."""
-    if isinstance(one, float | int) and isinstance(other, float | int) and not isinstance(one, bool):
+    if isinstance(first, float | int) and isinstance(second, float | int) and not isinstance(first, bool):
         try:
-            return math.isclose(one, other, rel_tol=1e-9)  # Python computes the same from the same numbers, or nearly
+            # Python computes the same from the same numbers, or nearly.
+            return math.isclose(first, second, rel_tol=1e-9)
         except OverflowError:  # an int beyond every float
             pass
-    return bool(one == other)
+    return bool(first == second)
 
 
 if __name__ == "__main__":

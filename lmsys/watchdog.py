@@ -35,7 +35,7 @@ SAVE_S = 25.0  # how long a rank may take to save and end when its agent is gone
 PACKAGES = Path(__file__).parents[1]  # the folder that lmsys is imported from
 # Exit statuses, in the form of waitpid(2), of a rank that was done, or that has ended because it was told to.
 TOLD_TO_END = (0, signal.SIGTERM, (128 + signal.SIGTERM) << 8, (128 + signal.SIGINT) << 8)
-SAID = b"said"  # the message to the watchdog of a rank that has reported its own failure, see `said`
+REPORTED = b"said"  # the message to the watchdog of a rank that has reported its own failure, see `tell_reported`
 _watchdogs: list["subprocess.Popen[bytes]"] = []  # the running watchdog of this rank, if any
 
 
@@ -69,12 +69,12 @@ def end() -> None:
         _watchdogs.pop().communicate(b"done")
 
 
-def said() -> None:
+def tell_reported() -> None:
     """Tells the watchdog that this rank has reported its own failure, so that it only ends the other ranks."""
     for watchdog in _watchdogs:
         assert watchdog.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the watchdog was killed as well
-            os.write(watchdog.stdin.fileno(), SAID)
+            os.write(watchdog.stdin.fileno(), REPORTED)
 
 
 def stopped_s() -> float:
@@ -126,28 +126,29 @@ def _main() -> None:
 class Watchdog:
     """Watches process `pid`, a rank, from a process of its own, which `_main` runs.
 
-    Standard input is a pipe from the rank: it closes when the rank ends, and `end` and `said` write to it.
+    Standard input is a pipe from the rank: it closes when the rank ends, and `end` and `tell_reported` write to it.
 
-    agent    the process that has started the rank
-    memory   the shared memory where the rank notes what it does (`lmsys.doing`)
-    is_told  True once the rank's failure has been reported, by the rank itself or by the watchdog
-    until    the time, by time.monotonic, at which the rank is killed
+    agent        the process that has started the rank
+    memory       the shared memory where the rank notes what it does (`lmsys.doing`)
+    is_reported  True once the rank's failure has been reported, by the rank itself or by the watchdog
+    kill_at      the time, by time.monotonic, at which the rank is killed; inf: it is not to be
     """
 
     def __init__(self, rank: int, pid: int, agent: int, memory: Any, limit_s: float):
         self.rank, self.pid, self.agent, self.memory = rank, pid, agent, memory
-        self.stopped, self.is_told, self.until = Stopped(limit_s), False, math.inf
+        self.stopped, self.is_reported, self.kill_at = Stopped(limit_s), False, math.inf
 
     def watch(self) -> None:
         """Watches until the rank has ended or called `end`. If it has died, reports that and ends the other ranks."""
         while True:
             if select.select([0], [], [], LOOK_S)[0]:
-                if (word := os.read(0, len(SAID))) != SAID:  # empty: the pipe was closed
+                word = os.read(0, len(REPORTED))  # empty: the pipe was closed
+                if word != REPORTED:
                     break
-                self.is_told = True
+                self.is_reported = True
             self._look()
         if not word and not self._was_told_to_end(status := _exit_status(self.pid)):
-            if not self.is_told:
+            if not self.is_reported:
                 self._say(_in_words(status))
             _end_all(_others(self.agent, self.pid), self.agent)
 
@@ -155,13 +156,13 @@ class Watchdog:
         """Acts on a rank that is stopped or has lost its agent."""
         if self.stopped.among([self.pid]):
             self._say(told_of_stop(self.stopped.limit_s), ": it is killed")
-            self.is_told = True
+            self.is_reported = True
             _kill(self.pid, signal.SIGKILL)
-        elif self.until == math.inf and _parent(self.pid) not in (self.agent, None):
+        elif self.kill_at == math.inf and _parent(self.pid) not in (self.agent, None):
             self._say("has lost the process that started it", ": it is told to end")
-            self.until = time.monotonic() + SAVE_S
+            self.kill_at = time.monotonic() + SAVE_S
             _kill(self.pid, signal.SIGTERM)
-        elif time.monotonic() > self.until:
+        elif time.monotonic() > self.kill_at:
             _kill(self.pid, signal.SIGKILL)
 
     def _was_told_to_end(self, status: int | None) -> bool:
@@ -172,7 +173,7 @@ class Watchdog:
         """
         if status is None:
             return len(_others(self.agent, self.pid)) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
-        return self.until < math.inf or status in TOLD_TO_END
+        return self.kill_at < math.inf or status in TOLD_TO_END
 
     def _say(self, text: str, then: str = "") -> None:
         """Reports to standard error what happened to the rank, what it was doing, and what happens `then` (": ...")."""

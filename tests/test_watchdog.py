@@ -49,7 +49,7 @@ def started(*words: str, **variables: str) -> "subprocess.Popen[str]":
         ("os.kill(os.getpid(), signal.SIGTERM)", ""),
         ("sys.exit(143)", ""),
         ("watchdog.end(); os._exit(1)", ""),
-        ("watchdog.said(); os._exit(1)", ""),
+        ("watchdog.tell_reported(); os._exit(1)", ""),
     ],
 )
 def test_the_watchdog_names_how_a_rank_ended_unless_it_ended_orderly(code: str, message: str) -> None:

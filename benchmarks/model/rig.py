@@ -36,7 +36,7 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 class Update:
-    """Some rows of a matrix with their moments, before an update by AdamW and, once `done` is called, after it.
+    """Some rows of a matrix with their moments, before an update by AdamW and, once `read_result` is called, after it.
 
     The draw chooses the matrix and the rows, as both must be known before the call; the key is known only after it.
 
@@ -52,10 +52,10 @@ class Update:
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], num_rows: int, draw: int, optimizer: torch.optim.Optimizer | None
     ):
-        chance = random.Random(draw)
-        self.name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
+        rng = random.Random(draw)
+        self.name = rng.choice([name for name, p in parameters.items() if p.dim() == 2])
         self.parameter = parameters[self.name]
-        self.rows = chance.sample(range(len(self.parameter)), min(num_rows, len(self.parameter)))
+        self.rows = rng.sample(range(len(self.parameter)), min(num_rows, len(self.parameter)))
         self.old = _state(self.parameter, self.rows, optimizer)
         self.planted: Sequence[float] = ()
 
@@ -71,8 +71,8 @@ class Update:
         if self.planted and self.parameter.grad is not None:
             self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
-    def done(self, optimizer: torch.optim.Optimizer) -> "Update":
-        """Keeps weights and moments after the update."""
+    def read_result(self, optimizer: torch.optim.Optimizer) -> "Update":
+        """Reads weights, moments and the gradient after the update: `ratios` judges them. Returns this object."""
         self.gradient, self.group = self.parameter.grad[self.rows], dict(optimizer.param_groups[0])
         self.count = float(optimizer.state[self.parameter]["step"])
         self.new = _state(self.parameter, self.rows, optimizer)
@@ -268,7 +268,7 @@ class Rig:
         if case.mode not in spots.UPDATES:
             return self.spots.gradients(key, self.scaler.get_scale())
         assert self._update is not None
-        self._update.done(self.optimizers[case.peer]).put_back()
+        self._update.read_result(self.optimizers[case.peer]).put_back()
         # `put_back` has put unscaled gradients in the place of planted ones, and the step has unscaled all others.
         return self.spots.gradients(key, scale=1.0) | {spots.UPDATE: self._update}
 
@@ -299,7 +299,7 @@ class Rig:
                     update = Update(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
                     update.plant(self._extremes(case), self.scaler.get_scale())
                     self.update(case)
-                    update.done(self.optimizers[case.peer])
+                    update.read_result(self.optimizers[case.peer])
                     if wrong := verdict(update.ratios(), "before any timed call")[1]:
                         raise Failed(*wrong)
             del step  # frees the memory of its graph

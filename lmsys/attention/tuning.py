@@ -168,11 +168,11 @@ def _time(tile: Tile, launch: Callable[[Tile], None], total_ms: float) -> float:
 
     For launches below HOST_MS, which the host may not keep up with, it is the median of single ones.
     """
-    one = _burst(tile, launch, 1)
-    if one < HOST_MS:  # `warmup` and `rep` are milliseconds
+    single_ms = _burst(tile, launch, 1)
+    if single_ms < HOST_MS:  # `warmup` and `rep` are milliseconds
         return triton.testing.do_bench(lambda: launch(tile), warmup=5, rep=20, return_mode="median")
-    count = round(total_ms / one)
-    return _burst(tile, launch, count) if count > 1 else one
+    count = round(total_ms / single_ms)
+    return _burst(tile, launch, count) if count > 1 else single_ms
 
 
 def _burst(tile: Tile, launch: Callable[[Tile], None], count: int) -> float:

@@ -164,8 +164,8 @@ def _correlation(values: np.ndarray) -> float:
     ranks = sum(np.searchsorted(np.sort(values), values, side) for side in ("left", "right"))  # twice the mean rank
     if len(values) < FEWEST_ROUNDS or not (np.ptp(ranks[:-1]) and np.ptp(ranks[1:])):
         return 0.0
-    found = float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])
-    return min(MOST_CORRELATION, max(0.0, found + (1 + 4 * found) / len(values)))
+    measured = float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])
+    return min(MOST_CORRELATION, max(0.0, measured + (1 + 4 * measured) / len(values)))
 
 
 def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
@@ -250,8 +250,8 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
     usual = _usual(old + new)
     return _judged(
         [
-            _change(was, now, anchor, max(usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
-            for was, now, anchor in _pairs(old, new)
+            _change(before, after, anchor, max(usual.get(after["benchmark"], 0.0), *_spreads(before, after)))
+            for before, after, anchor in _pairs(old, new)
         ],
         margin,
     )
@@ -341,7 +341,7 @@ def _judged(changes: Sequence[Change], margin: float) -> list[Change]:
         if not (change.beside and change.shift)
         and (change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")))
     ]
-    return sorted(judged, key=_weight)
+    return sorted(judged, key=_importance)
 
 
 def of_one_run(
@@ -358,13 +358,13 @@ def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]
     The estimate is the logarithm of the case's time over that of its anchor. In runs with `--against` it is the
     logarithm of today's time over the earlier one, and the id is today's.
     """
-    known = list(map(list, runs))
+    by_run = list(map(list, runs))
     # `shifts`: the differences of each case's estimate from run to run, by the case's id.
-    if any(case.get("against") for case in chain.from_iterable(known)):
-        estimates = _estimates(starmap(_change, chain.from_iterable(map(in_turns, known))))
-        shifts = {name: [b - a for a, b in pairwise(of_case)] for name, of_case in estimates.items()}
+    if any(case.get("against") for case in chain.from_iterable(by_run)):
+        estimates = _estimates(starmap(_change, chain.from_iterable(map(in_turns, by_run))))
+        shifts = {name: list(np.diff(of_case)) for name, of_case in estimates.items()}
     else:
-        pairs = [pair for run, later in pairwise(known) for pair in _pairs(run, later)]
+        pairs = [pair for run, later in pairwise(by_run) for pair in _pairs(run, later)]
         shifts = _estimates(change for change in starmap(_change, pairs) if change.beside)
     return {name: math.hypot(*of_case) / math.sqrt(len(of_case) or 1) for name, of_case in shifts.items()}
 
@@ -394,7 +394,7 @@ def _verdict(shift: Shift, edge: float, is_change: bool) -> str:
     return SAME if -edge <= low and high <= edge else UNCLEAR
 
 
-def _weight(change: Change) -> tuple[int, float, str]:
+def _importance(change: Change) -> tuple[int, float, str]:
     """The key by which changes are sorted: by verdict, then the largest shift first, then by id."""
     return VERDICTS.index(change.verdict), -abs(change.shift.estimate if change.shift else 0.0), str(change.new["id"])
 
@@ -419,19 +419,19 @@ def _pairs(
     before = _by_key(old)
     both = [(before[key], after) for key, after in _by_key(new).items() if key in before]
     of_peers = sorted(
-        (pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)),
+        (pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _comparisons(pair)),
         key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])),
     )
-    peers = fields.grouped((_together(pair), pair) for pair in of_peers)
-    return [(*pair, _other(pair, peers.get(_together(pair), ()))) for pair in both]
+    peers = fields.grouped((_comparisons(pair), pair) for pair in of_peers)
+    return [(*pair, _anchor_of(pair, peers.get(_comparisons(pair), ()))) for pair in both]
 
 
-def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
+def _anchor_of(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
     """The first of `peers` whose row is another than that of `pair`; None if there is none."""
     return next((peer for peer in peers if peer[0]["impl"] != pair[0]["impl"]), None)
 
 
-def _together(pair: Pair) -> Key:
+def _comparisons(pair: Pair) -> Key:
     """(the case's comparison in the earlier run, that in the later run); () if it was timed alone in one of them.
 
     Rows that took turns with one another in both runs have the same value.
@@ -457,9 +457,9 @@ def _unsteadiness(case: fields.Record) -> float:
 
 def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, between_runs: float = 0.0) -> Change:
     """The change of a case; its verdict stays open, unless the case was right in only one of the two runs."""
-    was, now = (case["outcome"] == "ok" for case in (old, new))
-    if was != now:
-        return Change(old, new, BROKEN if was else ONLY_NOW if old["outcome"] == "unsupported" else MENDED)
+    was_right, is_right = (case["outcome"] == "ok" for case in (old, new))
+    if was_right != is_right:
+        return Change(old, new, BROKEN if was_right else ONLY_NOW if old["outcome"] == "unsupported" else MENDED)
     beside = old if old.get("against") else anchor[0] if anchor else {"impl": ""}
     shift = _shift_of(old, new, anchor, between_runs) if _is_timed((old, new)) else None
     return Change(old, new, beside=str(beside["impl"]), shift=shift)

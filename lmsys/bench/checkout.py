@@ -29,10 +29,10 @@ class Checkout:
 
     text            the earlier state as --against names it
     root            the root of today's repository
-    folder          the path of the folder that is made
+    tree            the path of the folder that is made: the package, with links to earlier and to today's files
     name            a short name of the earlier state, as in the row `flash_triton@1a2b3c4d5e`
     commit          the whole hash of the earlier state; "" if --against names a folder
-    working_folder  the folder inside of `folder` that corresponds to the working directory of this process
+    working_folder  the folder inside of `tree` that corresponds to the working directory of this process
     """
 
     def __init__(self, text: str, temporary: Path):
@@ -43,9 +43,9 @@ class Checkout:
         """
         self.text = text
         self.root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd())  # without git the folder itself
-        folder = Path(text).expanduser()
+        named = Path(text).expanduser()
         self.commit = commit_of(self.root, text)
-        is_folder, begin = folder.is_dir(), f"--against {text!r}"
+        is_folder, begin = named.is_dir(), f"--against {text!r}"
         hold(
             (
                 not (self.commit and is_folder),
@@ -53,13 +53,13 @@ class Checkout:
             ),
             (self.commit or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
-        self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
-        earlier = folder.resolve()
+        self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in named.resolve().name)
+        earlier = named.resolve()
         if self.commit:
             earlier = temporary / "earlier"
             unpack_commit(self.root, self.commit, earlier)
-        self.folder = temporary / "tree"
-        _mirror(earlier, self.folder)
+        self.tree = temporary / "tree"
+        _mirror(earlier, self.tree)
         others = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
         for path in (*others, *(PACKAGE / name for name in JUDGES)):
             self.use_today(path)
@@ -84,7 +84,7 @@ class Checkout:
         """
         if not path.is_relative_to(self.root):
             return
-        place = self.folder
+        place = self.tree
         for part in path.relative_to(self.root).parts[:-1]:
             place = place / part
             if place.is_symlink():
@@ -106,7 +106,7 @@ class Checkout:
         path = Path.cwd() / path
         is_installed = any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
         is_ours = path.is_relative_to(self.root) and not is_installed
-        return self.folder / path.relative_to(self.root) if is_ours else path
+        return self.tree / path.relative_to(self.root) if is_ours else path
 
 
 def _mirror(earlier: Path, folder: Path) -> None:

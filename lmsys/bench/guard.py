@@ -62,14 +62,14 @@ OWNERS = (
     torch.profiler,
 )
 # No attribute may be added to these classes, since it would hide one that they inherit.
-WHOLE = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom
+CLOSED = torch.cuda.Event, torch.cuda.Stream, torch.Tensor, random.SystemRandom
 # Names that are not remembered, and may change. torch.compile replaces torch.manual_seed when it is first imported,
 # torch.distributed sets sys.excepthook, and interactive shells set sys.displayhook.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to modules that it compiles, and removes
 # Matches the names under which torch.library registers a Python function in place of a public operator of torch, such
 # as "aten/sub.Tensor/CPU".
-OF_PYTHON = re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch
+IS_REPLACED_KERNEL = re.compile("aten/[^_].*/(CPU|CUDA)").fullmatch
 # Of other packages only values of these types are remembered; of PACKAGES also constants (`_names`).
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 
@@ -96,28 +96,32 @@ class Guard:
             for name, value in names.items()
             if type(value) is dict and not name.startswith("_")  # modules fill private ones, such as caches
         }
-        # (name of the owner or dict, its content now, a function that puts a value back, the remembered content)
-        self._held = [(owner.__name__, vars(owner), partial(setattr, owner), names) for owner, names in owners.items()]
-        self._held += [
+        # (name of the owner or dict, its live content, a function that puts a value back, the content as it was)
+        self._remembered = [
+            (owner.__name__, vars(owner), partial(setattr, owner), names) for owner, names in owners.items()
+        ]
+        self._remembered += [
             (place, values, partial(operator.setitem, values), {**values}) for place, values in dicts.items()
         ]
-        self._whole = [(cls, IGNORED | vars(cls).keys()) for cls in WHOLE]
-        self._kernels = set(filter(OF_PYTHON, torch.library._impls))  # all names that torch.library has registered
+        self._closed = [(cls, IGNORED | vars(cls).keys()) for cls in CLOSED]
+        self._kernels = set(
+            filter(IS_REPLACED_KERNEL, torch.library._impls)
+        )  # all names that torch.library has registered
 
     def mend(self) -> list[str]:
         """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced.
 
         Raises Lost, which ends the worker process, if a kernel of torch was replaced: that cannot be put back.
         """
-        if kernels := set(filter(OF_PYTHON, torch.library._impls)) - self._kernels:
+        if kernels := set(filter(IS_REPLACED_KERNEL, torch.library._impls)) - self._kernels:
             raise Lost(f"it replaces {', '.join(sorted(kernels))}, by which it is judged,")
         changed = []
-        for place, now, put, names in self._held:
-            for name, value in names.items():
-                if now.get(name) is not value:
+        for place, live, put, remembered in self._remembered:
+            for name, value in remembered.items():
+                if live.get(name) is not value:
                     changed.append(f"{place}.{name}")
                     put(name, value)
-        for cls, known in self._whole:
+        for cls, known in self._closed:
             for name in [name for name, x in vars(cls).items() if name not in known and isinstance(x, KINDS)]:
                 changed.append(f"{cls.__name__}.{name}")
                 delattr(cls, name)

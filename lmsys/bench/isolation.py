@@ -277,7 +277,7 @@ class Isolated:
         """ ", at file:line in function" of the user's code that the worker was in; empty if no trace was written."""
         self._trace.seek(0)
         place = watch.place_in(
-            self._trace.read().decode(errors="replace"), self.checkout.folder if self.checkout else watch.ROOT
+            self._trace.read().decode(errors="replace"), self.checkout.tree if self.checkout else watch.ROOT
         )
         return f", at {place}" if place else ""
 

@@ -29,7 +29,7 @@ def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Te
         raise Failed("wrong", f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
     for fact in ("shape", "dtype", "device", "layout"):
         if (value := getattr(x, fact)) != (right := getattr(like, fact)):
-            raise Failed("wrong", f"{name} must have {fact} {_told(right)}; got {_told(value)}")
+            raise Failed("wrong", f"{name} must have {fact} {_as_shown(right)}; got {_as_shown(value)}")
     # empty_like returns the strides of `x` only if `x` is contiguous in some order of its dimensions, without gaps.
     if torch.empty_like(x, device="meta").stride() != x.stride():
         raise Failed(
@@ -42,7 +42,7 @@ def check_plain(name: str, x: Any, like: torch.Tensor, inputs: Iterable[torch.Te
         raise Failed("wrong", f"{name} must have memory of its own; it overlaps an input")
 
 
-def _told(fact: Any) -> Any:
+def _as_shown(fact: Any) -> Any:
     """A fact about a tensor as a message shows it: a shape as a tuple."""
     return tuple(fact) if isinstance(fact, torch.Size) else fact
 

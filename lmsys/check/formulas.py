@@ -207,7 +207,8 @@ def cut(width: int) -> list[int]:
 
     It may drop the last column, a last block that is not full, or all blocks but the first.
     """
-    return sorted(x for x in {*(width // block * block for block in BLOCKS), *BLOCKS, width - 1} if 0 < x < width)
+    whole_blocks = {width // block * block for block in BLOCKS}
+    return sorted(x for x in whole_blocks.union(BLOCKS, [width - 1]) if 0 < x < width)
 
 
 def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
@@ -289,25 +290,33 @@ def judge(
                     reference,
                     plain,
                     problem,
-                    {
-                        "the first backward changes what a second one of the same graph needs": (
-                            lambda p: outputs if p.retained else {}
-                        ),
-                        "a later call changes what this call returned, or what it saved for its backward": (
-                            lambda p: (
-                                outputs
-                                if _ratio(run(call, p, alone=True)[name], right, plain[name], not p.extreme) <= 1  # noqa: B023 - called at once
-                                else {}
-                            )
-                        ),
-                    }
-                    | mistakes(problem),
+                    _mistakes_of_order(call, outputs, name, right, plain[name]) | mistakes(problem),
                 ),
             )
     # Once more without gradients, since an implementation may then run other code.
     return (
         judge(call, formula, mistakes, replace(problem, grad=False), widened, plain_formula) if problem.grad else None
     )
+
+
+def _mistakes_of_order(
+    call: signature.Called, outputs: Outputs, name: str, right: torch.Tensor, plain: torch.Tensor
+) -> Mistakes:
+    """The known mistakes that show only where a call, or a backward, follows another.
+
+    outputs       what the function gave. A mistake of these leads to the same, or is none: then its function gives {}
+    right, plain  `outputs[name]`, which is wrong, as float64 and as plain PyTorch gives it
+    """
+    return {
+        "the first backward changes what a second one of the same graph needs": (
+            lambda problem: outputs if problem.retained else {}
+        ),
+        "a later call changes what this call returned, or what it saved for its backward": (
+            lambda problem: (
+                outputs if _ratio(run(call, problem, alone=True)[name], right, plain, not problem.extreme) <= 1 else {}
+            )
+        ),
+    }
 
 
 def run(call: signature.Called, problem: Problem, alone: bool = False) -> Outputs:
@@ -397,9 +406,8 @@ def _alike(
     mistaken, output = mistaken.where(finite, 0), output.double().where(finite, 0)
     # `_ratio` makes the budget from the difference between `plain` and its reference, which is `mistaken` here. So
     # `plain` becomes `mistaken` plus the error of plain PyTorch: that leaves the difference as it was.
-    plain = (mistaken + (plain.double() - right).where(finite, 0)).to(
-        plain.dtype
-    )  # infinite where the dtype cannot hold the mistake's values
+    # It is infinite where the dtype cannot hold the mistake's values.
+    plain = (mistaken + (plain.double() - right).where(finite, 0)).to(plain.dtype)
     return not bool(finite.any()) or (bool(plain.isfinite().all()) and _ratio(output, mistaken, plain, mean) <= 1)
 
 

@@ -48,20 +48,28 @@ class Kind:
 KINDS = {
     "attention": Kind(attention.ATTENTION, "lmsys.check.attention:questions"),
     "strategy": Kind(parallel.STRATEGIES, "lmsys.check.strategy:questions"),
-} | {  # kinds that have no table elsewhere: our own implementation, if there is one, is the only row
-    name: Kind(registry.Table(name, [registry.Entry(*ours) for ours in rows.items()]), f"lmsys.check.{asks}")
-    for name, asks, rows in (
-        (
+    # These kinds have no table elsewhere: our own implementation, if there is one, is the only row.
+    "sharded_optimizer": Kind(
+        registry.Table(
             "sharded_optimizer",
-            "strategy:optimizer_questions",
-            {"ShardedOptimizer": "lmsys.parallel.sharded_optimizer:ShardedOptimizer"},
+            [registry.Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer")],
         ),
-        ("optimizer", "optimizer:questions", {"AdamW": "lmsys.training.optimizer:AdamW"}),
-        ("loss", "loss:questions", {"linear_cross_entropy": "lmsys.model.loss:linear_cross_entropy"}),
-        ("norm", "norm:questions", {"RMSNorm": "lmsys.model.transformer:RMSNorm"}),
-        ("rotary", "rotary:questions", {}),
-        ("swiglu", "swiglu:questions", {}),
-    )
+        "lmsys.check.strategy:optimizer_questions",
+    ),
+    "optimizer": Kind(
+        registry.Table("optimizer", [registry.Entry("AdamW", "lmsys.training.optimizer:AdamW")]),
+        "lmsys.check.optimizer:questions",
+    ),
+    "loss": Kind(
+        registry.Table("loss", [registry.Entry("linear_cross_entropy", "lmsys.model.loss:linear_cross_entropy")]),
+        "lmsys.check.loss:questions",
+    ),
+    "norm": Kind(
+        registry.Table("norm", [registry.Entry("RMSNorm", "lmsys.model.transformer:RMSNorm")]),
+        "lmsys.check.norm:questions",
+    ),
+    "rotary": Kind(registry.Table("rotary", []), "lmsys.check.rotary:questions"),
+    "swiglu": Kind(registry.Table("swiglu", []), "lmsys.check.swiglu:questions"),
 }
 # {kind: names of parameters by which `kind_of` recognises it}. One such parameter, of the call or of the class's
 # constructor, is enough. The first kind that fits is taken.
@@ -96,9 +104,9 @@ def kind_of(implementation: Any) -> str:
     ValueError if it looks like none. The message names all kinds.
     """
     try:
-        # For a module's class, `own` are the parameters of the constructor, and `taken` those of its forward.
-        own, taken = inspect.signature(implementation).parameters, signature.parameters_of(implementation)
-        names = signature.names_of(own) | signature.names_of(taken)
+        # The second are, for a module's class, those of its forward, which are not those of its constructor.
+        to_make, to_call = inspect.signature(implementation).parameters, signature.parameters_of(implementation)
+        names = signature.names_of(to_make) | signature.names_of(to_call)
     except (TypeError, ValueError):
         raise ValueError(
             f"{implementation!r} has no parameters that can be read: wrap it in a def of q, k, v"
@@ -107,14 +115,14 @@ def kind_of(implementation: Any) -> str:
     is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # true for optimizers, strategies and attention
     kind = next(
         values.sentences_of(  # the texts whose conditions are true, in order; here texts are kinds
-            (not OF_SHARDED_OPTIMIZERS.isdisjoint(own), "sharded_optimizer"),
+            (not OF_SHARDED_OPTIMIZERS.isdisjoint(to_make), "sharded_optimizer"),
             (is_class and issubclass(implementation, torch.optim.Optimizer), "optimizer"),
             *((names & marks and not is_other, kind) for kind, marks in MARKS.items()),
-            (hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"], "strategy"),
+            (hasattr(implementation, "finish_gradient_synchronization") or list(to_make)[:1] == ["module"], "strategy"),
             # Three parameters of any names are q, k and v. A function that makes an optimizer is none of these kinds.
             (
-                len(taken) >= 3
-                and list(own)[:1] != ["params"]
+                len(to_call) >= 3
+                and list(to_make)[:1] != ["params"]
                 and (signature.is_function(implementation) or not is_class),
                 "attention",
             ),
@@ -131,7 +139,7 @@ def kind_of(implementation: Any) -> str:
     return kind
 
 
-RIGHT, WRONG = 0, 1  # exit codes
+RIGHT, WRONG = 0, 1  # the exit codes of `lmsys check`
 ALLOWED = "  what is allowed: twice the error of plain PyTorch in this dtype, and a few roundings\n"
 SCHEMA = 1  # the version of the JSON lines: docs/check.md
 
@@ -175,13 +183,13 @@ def check(
             print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **fields}), flush=True)
 
     question.poison(setattr)  # for the rest of this process: memory that is left unwritten is NaN
-    held = question.Holds(options.grad) if kind == "attention" else None  # the table of the answers
+    tally = question.Holds(options.grad) if kind == "attention" else None  # counts the answers
     start, answer = (
         time.perf_counter(),
-        verdict_on(entry, options, kind, may_raise=held is not None, say=say, held=held),
+        verdict_on(entry, options, kind, may_raise=tally is not None, say=say, tally=tally),
     )
-    right = held.right if held else answer.right > 0 and not answer.fault
-    if answer.fault and held is None:
+    right = tally.right if tally else answer.right > 0 and not answer.fault
+    if answer.fault and tally is None:
         say(
             f"\n{entry.name}: WRONG; {answer.asked} case{'s' * (answer.asked > 1)} asked, {answer.right} right;"
             " the check stops at the first wrong case\n",
@@ -189,25 +197,25 @@ def check(
         )
         return WRONG
     # "refused" is a verdict in the table of `Holds`.
-    remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
+    remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(tally) else None
     seconds = time.perf_counter() - start
     lines = values.sentences_of(
         (answer.fault, f"the first wrong case: {answer.fault}"),
         (remark, str(remark)),
         (
-            held is not None and not held.right_forwards and options.layout == "bhsd",
+            tally is not None and not tally.right_forwards and options.layout == "bhsd",
             "no case is right: if its tensors are (B, S, H, D), not (B, H, S, D), say --layout bshd; if its fourth"
             " parameter is `is_causal`, it gets (B, S, D): a function that takes (B, H, S, D) names it `causal`",
         ),
         (
-            held is not None and held.right_forwards and not answer.right,
+            tally is not None and tally.right_forwards and not answer.right,
             "the forward is right where the backward is not: --forward asks for the forward alone",
         ),
         # Texts of cases that an exception refused begin with "refused": see the end of `verdict_on`.
         *((True, x if x.startswith("refused") else f"not asked: {x}") for x in answer.refused),
     )
     say(
-        (f"\n{held}\n\n" if held else "")
+        (f"\n{tally}\n\n" if tally else "")
         + "".join(f"  {line}\n" for line in lines)
         + f"\n{entry.name}:{' WRONG,' if answer.fault else ''} {answer.right} of {answer.asked} cases right on this"
         f" {question.device()},"
@@ -216,7 +224,7 @@ def check(
         right=answer.right,
         remark=remark,
         seconds=round(seconds, 3),
-        **({"holds": held.counts} if held else {}),
+        **({"holds": tally.counts} if tally else {}),
     )
     return RIGHT if right else WRONG
 
@@ -251,14 +259,14 @@ def verdict_on(
     may_raise: bool = False,
     most: int | None = None,
     say: Callable[..., None] = lambda text, /, **fields: None,
-    held: question.Holds | None = None,
+    tally: question.Holds | None = None,
 ) -> Answer:
-    """Asks a row the questions of its kind, up to the first wrong answer unless `held` is given. Returns the findings.
+    """Asks a row the questions of its kind, up to the first wrong answer, or with `tally` all. Returns the findings.
 
     may_raise  True: an exception counts as a refusal of the case, not as a fault
     most       how many right cases are enough; None: all are asked
     say        called for each case, as `say` in `check`
-    held       counts the answers; with it every question is asked, also after a wrong answer
+    tally      counts the answers; with it every question is asked, also after a wrong answer
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # on masked lanes
     right, asked, refused, wrong = 0, 0, dict[str, list[str]](), ""
@@ -273,8 +281,8 @@ def verdict_on(
         say(f"  {case.about}: ")  # before it is judged: if the process dies, the reader knows in which case
         # Only attention is asked after a wrong answer, and only its first wrong answer is searched for a mistake.
         fault = case.judge(named=False) if wrong else case.judge()
-        if held is not None:
-            held.add(case.aspect, fault)
+        if tally is not None:
+            tally.add(case.aspect, fault)
         if fault is None:
             say("right\n", case=case.about, verdict="right")
             right += 1
@@ -288,7 +296,7 @@ def verdict_on(
             )
         else:
             shape = case.shape or case.about
-            text = f"\n{shape}\n{fault.text}\n{ALLOWED * (fault.error_ratio is not None)}" + "\n" * (held is not None)
+            text = f"\n{shape}\n{fault.text}\n{ALLOWED * (fault.error_ratio is not None)}" + "\n" * (tally is not None)
             say(
                 "wrong\n" + ("" if wrong else text),
                 case=case.about,
@@ -299,7 +307,7 @@ def verdict_on(
                 error_ratio=fault.error_ratio,
             )
             wrong = wrong or f"{case.about}: {fault.line}"
-            if held is None:
+            if tally is None:
                 break
     return Answer(
         right=right,

@@ -284,7 +284,7 @@ def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
         "cpu_clock_mhz": _median(reading.cpu_clock_mhz for reading in readings),
         "temperature_c": max(_without_none(reading.temperature_c for reading in readings), default=None),
         "power_w": _median(reading.power_w for reading in readings),
-        "clock_reasons": told(_reasons(readings) - {0x1}) or None,  # without "idle"
+        "clock_reasons": in_words(_reasons(readings) - {0x1}) or None,  # without "idle"
     }
 
 
@@ -297,7 +297,7 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
     """
     unexpected, strangers, share = [bit for bit in reasons if not bit & EXPECTED], strangers or 0, share or 0.0
     clauses = (
-        (unexpected, f"the device was throttled ({told(unexpected)})"),
+        (unexpected, f"the device was throttled ({in_words(unexpected)})"),
         (strangers, f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too"),
         # The share is rounded down to a multiple of 10 %, so that many cases have the same few sentences.
         (share > host.BUSY, f"other programs took {int(10 * share) / 10:.0%} of the CPU or more"),
@@ -305,7 +305,7 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
     return "; ".join(clause for applies, clause in clauses if applies) or None
 
 
-def told(reasons: Iterable[int]) -> str:
+def in_words(reasons: Iterable[int]) -> str:
     """These bits of REASONS in words, such as "power cap, thermal slowdown by software"."""
     return ", ".join(REASONS.get(bit, f"reason {bit:#x}") for bit in sorted(reasons))
 

@@ -238,10 +238,10 @@ class Tokenizer:
         ends = np.cumsum(lengths_here)
         # `at` says where each id stands in `flat`.
         at = np.arange(ends[-1]) + np.repeat(np.asarray(places)[numbers] - ends + lengths_here, lengths_here)
-        found = np.asarray(flat)[at].astype(self.dtype)
+        ids_of_block = np.asarray(flat)[at].astype(self.dtype)
         if len(words) <= _MOST_WORDS and words.num_bytes <= _MOST_BYTES:
             self._free.append(kept)
-        return found
+        return ids_of_block
 
     def _merge(self, word: bytes) -> Sequence[int]:
         """The ids of a pre-token. While any merge applies to it, the earliest one is applied at all places."""

@@ -166,7 +166,7 @@ def _leave(code: int) -> None:
     group cannot end while other ranks wait. Its watchdog then ends the other ranks.
     """
     if code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-        watchdog.said()  # tells the watchdog that the failure is reported already, by `_failed`
+        watchdog.tell_reported()  # tells the watchdog that the failure is reported already, by `_failed`
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -192,8 +192,8 @@ class Trainer:
             elif self.scaler.is_enabled():
                 # Ranks must keep one scale, even if somebody else's strategy leaves infinities on one rank alone: this
                 # private method gives the flags, by device, from which `update` learns that a step was not finite.
-                for found in self.scaler._found_inf_per_device(self.optimizer).values():
-                    found.fill_(1.0)
+                for has_inf in self.scaler._found_inf_per_device(self.optimizer).values():
+                    has_inf.fill_(1.0)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped += not step.taken

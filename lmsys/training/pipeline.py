@@ -2,7 +2,7 @@
 
 The steps tokenizer, tokenize and train leave their results in the run's folder; evaluate and generate print theirs. A
 step is a function of a `RunContext` (run_context.py). A new one needs a name in STEPS and its function in FUNCTIONS;
-`_take` calls it, on every rank if it is one of WRITERS, else on rank 0.
+`_run_steps` calls it, on every rank if it is one of WRITERS, else on rank 0.
 
     OUTPUT/tokenizer/          vocab.json, merges.txt
     OUTPUT/tokens/             train.npy, valid.npy, or a shard of each for every rank that made them
@@ -65,7 +65,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
             _check_folder(config.folder)
             if rank == 0:
                 ending.callback(files.claim(config.folder / "log.jsonl"))  # one run at a time writes in the output
-        return _take(context, [step for step in steps if not (skip_data and step in DATA_STEPS)])
+        return _run_steps(context, [step for step in steps if not (skip_data and step in DATA_STEPS)])
 
 
 def _check_folder(folder: Path) -> None:
@@ -80,7 +80,7 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _take(context: RunContext, steps: list[str]) -> int:
+def _run_steps(context: RunContext, steps: list[str]) -> int:
     """Runs the steps in order, each when all ranks have done the one before it, and returns the exit code."""
     if "train" in steps and (saved := checkpoint.newest(context.checkpoints, verified=False)) is not None:
         saved.require(**loop.facts_of(context.config))  # here, before other data replace those of that training
@@ -118,9 +118,9 @@ def make_tokenizer(context: RunContext) -> None:
     if context.config.data.tokenizer is not None or context.rank != 0:
         return
     corpus, vocab_size = context.corpus(), context.config.model.vocab_size
-    made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
+    wanted = {"vocab_size": vocab_size, "text": _parts_of_text(corpus.train)}
     record = context.config.folder / "tokenizer" / "made.json"
-    if context.anew or _read(record) != made:
+    if context.anew or _read_made(record) != wanted:
         context.say(
             f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
         )
@@ -134,7 +134,7 @@ def make_tokenizer(context: RunContext) -> None:
         )
         record.unlink(missing_ok=True)  # a save that is killed half-way must not count as made
         tokenizer.save(record.parent)
-        files.write_json(record, made)
+        files.write_json(record, wanted)
 
 
 def make_tokens(context: RunContext) -> None:
@@ -145,13 +145,13 @@ def make_tokens(context: RunContext) -> None:
     corpus, tokenizer, folder = context.corpus(), context.tokenizer, context.config.folder / "tokens"
     mine = {
         "tokenizer": tokenizer.fingerprint,
-        "text": [_facts(corpus.train), _facts(corpus.valid)],
-        **_names(context.config),
+        "text": [_parts_of_text(corpus.train), _parts_of_text(corpus.valid)],
+        **_text_settings(context.config),
     }
     # What rank 0 finds counts for all: ranks on other machines may have copies of the text, with other paths and times.
-    (made, before), *_ = collectives.gather_objects((mine, _read(folder / "made.json")), None)
+    (wanted, before), *_ = collectives.gather_objects((mine, _read_made(folder / "made.json")), None)
     if not context.anew:
-        if before | made == before:  # every entry of `made` is in `before`, which has one more, "shards"
+        if before | wanted == before:  # every entry of `wanted` is in `before`, which has one more, "shards"
             return
         possible.check_text(context.config, corpus, tokenizer)
     engine = engines.choose(
@@ -159,7 +159,9 @@ def make_tokens(context: RunContext) -> None:
     )
     by = f" by {engine.name}" if engine else ""
     others = [
-        f"{name}={before[name]!r}" for name, text in _names(context.config).items() if before.get(name, text) != text
+        f"{name}={before[name]!r}"
+        for name, text in _text_settings(context.config).items()
+        if before.get(name, text) != text
     ]
     instead = (
         f", in place of the tokens of {', '.join(others)}, also for a training that goes on here" if others else ""
@@ -175,7 +177,7 @@ def make_tokens(context: RunContext) -> None:
         )  # fmt: skip
     context.wait()
     if context.rank == 0:
-        files.write_json(folder / "made.json", {**made, "shards": context.world_size})
+        files.write_json(folder / "made.json", {**wanted, "shards": context.world_size})
 
 
 def train_model(context: RunContext) -> int:
@@ -237,12 +239,12 @@ def print_sample(context: RunContext) -> None:
     config, tokenizer, prompt = context.config.generate, context.tokenizer, context.prompt
     model, step = _trained(context)
     with context.autocast():
-        (made,) = generation.generate(
+        (new_tokens,) = generation.generate(
             model, [prompt], min(config.max_new_tokens, model.config.context_length - len(prompt)),
             generation.Sampling(config.temperature, config.top_k, config.top_p),
             stop=data.end_of_text(tokenizer), seed=config.seed, vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
-    context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
+    context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + new_tokens)}")
 
 
 def _trained(context: RunContext) -> tuple[TransformerLM, int]:
@@ -258,9 +260,9 @@ def _trained(context: RunContext) -> tuple[TransformerLM, int]:
 def _data(context: RunContext) -> tuple[data.TokenFiles, evaluation.Windows]:
     """(the tokens to train on, the windows to evaluate on). ValueError where they have not been made."""
     folder, config, tokenizer = context.config.folder / "tokens", context.config, context.tokenizer
-    made = _read(folder / "made.json")
+    made = _read_made(folder / "made.json")
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
-    for name, text in _names(config).items():
+    for name, text in _text_settings(config).items():
         if (was := made.get(name, text)) != text:  # files of earlier versions have no names
             context.say(
                 f"{folder}: has the tokens of {name}={was!r}, not of {text!r}; the step `tokenize` makes them anew"
@@ -274,17 +276,17 @@ def _data(context: RunContext) -> tuple[data.TokenFiles, evaluation.Windows]:
     )  # fmt: skip
 
 
-def _facts(text: tuple[chunks.Chunk, ...]) -> list[Any]:
+def _parts_of_text(text: tuple[chunks.Chunk, ...]) -> list[Any]:
     """The entry of a text in made.json: [path, start, stop, when the file was last changed] of each part."""
     return [[str(chunk.path), chunk.start, chunk.stop, chunk.path.stat().st_mtime_ns] for chunk in text]
 
 
-def _names(config: RunConfig) -> dict[str, str | None]:
+def _text_settings(config: RunConfig) -> dict[str, str | None]:
     """The settings, by name, that say which text becomes tokens. made.json has them, too."""
     return {"data.corpus": config.data.corpus, "data.valid": config.data.valid}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_made(path: Path) -> dict[str, Any]:
     """The content of a made.json, which a step writes last; {} where the step has not come to its end."""
     try:
         return strict_json.read_json(path, text=list)  # both have a list `text`; other content is no made.json

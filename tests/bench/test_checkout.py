@@ -69,11 +69,11 @@ def test_rows_are_of_the_earlier_state_and_the_bench_is_of_today(is_folder: bool
     text = elsewhere if is_folder else "HEAD"
     state = Checkout(text, repository.parent / "temporary")
     texts = {
-        path.relative_to(state.folder).as_posix(): path.read_text()
-        for path in sorted(state.folder.glob("[lw]*/**/*.py"), key=str)  # of lmsys and work
+        path.relative_to(state.tree).as_posix(): path.read_text()
+        for path in sorted(state.tree.glob("[lw]*/**/*.py"), key=str)  # of lmsys and work
     }
     for folder in ("lmsys/attention", "lmsys/bench"):  # they are links, which glob does not follow
-        texts |= {f"{folder}/{path.name}": path.read_text() for path in (state.folder / folder).iterdir()}
+        texts |= {f"{folder}/{path.name}": path.read_text() for path in (state.tree / folder).iterdir()}
     assert {name for name, text in texts.items() if name.startswith("lmsys") and text == "earlier"} == {
         "lmsys/attention/flash.py", "lmsys/autograd.py"
     }  # fmt: skip
@@ -96,7 +96,7 @@ def test_installed_packages_are_imported_from_where_they_are(repository: Path, m
     monkeypatch.setattr(sys, "prefix", str(repository / ".venv"))
     packages = str(repository / ".venv" / "lib")
     assert state.path(["", str(repository), packages, "/usr/lib"]) == [
-        str(state.working_folder), str(state.folder), packages, "/usr/lib"
+        str(state.working_folder), str(state.tree), packages, "/usr/lib"
     ]  # fmt: skip
     assert state.target("mine.py:f") == "mine.py:f" and state.target("math:sin") == "math:sin"
     assert state.target(f"{repository}/work/mine.py:f") == f"{state.working_folder}/mine.py:f"
@@ -139,7 +139,7 @@ def test_the_registry_has_what_earlier_rows_need(repository: Path) -> None:
     write(repository, "lmsys/registry.py", text="today\n")
     write(repository, "lmsys/bench/earlier.py", text="and more\n")
     state = Checkout("HEAD", repository.parent / "temporary")
-    assert (state.folder / "lmsys" / "registry.py").read_text() == "today\nand more\n"
+    assert (state.tree / "lmsys" / "registry.py").read_text() == "today\nand more\n"
     assert (repository / "lmsys" / "registry.py").read_text() == "today\n"
 
 
@@ -201,8 +201,8 @@ def test_todays_benchmarks_train_a_model_from_before_lmsys_training_prepare(
     state.use_today(root / "benchmarks")
     ended = subprocess.run(
         [sys.executable, "-c", STEP],
-        cwd=state.folder,
-        env=os.environ | {"PYTHONPATH": str(state.folder)},
+        cwd=state.tree,
+        env=os.environ | {"PYTHONPATH": str(state.tree)},
         capture_output=True,
         text=True,
     )

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from lmsys.measure import host, sensors
 from lmsys.measure.host import BUSY
-from lmsys.measure.sensors import EXPECTED, REASONS, Conditions, Cpu, Gpu, Reading, disturbance, sensors_of, told
+from lmsys.measure.sensors import EXPECTED, REASONS, Conditions, Cpu, Gpu, Reading, disturbance, in_words, sensors_of
 from tests.support.device import FakeDevice, FakeNvml
 
 
@@ -33,9 +33,9 @@ def test_a_clock_is_flagged_for_each_reason_but_the_expected(masks: list[int]) -
     unexpected = seen - {0x1, 0x2, 0x4}  # idle, set by a user, power cap
     assert (record["disturbed"] is None) == (not unexpected)
     for bit in seen - {0x1}:  # an idle device is not reported
-        assert told([bit]) in record["clock_reasons"]
+        assert in_words([bit]) in record["clock_reasons"]
         if bit in unexpected:
-            assert told([bit]) in record["disturbed"]
+            assert in_words([bit]) in record["disturbed"]
 
 
 def test_the_power_cap_and_idling_are_expected_and_all_slowdowns_are_not() -> None:
@@ -43,7 +43,7 @@ def test_the_power_cap_and_idling_are_expected_and_all_slowdowns_are_not() -> No
         "idle", "clocks that a user has set", "power cap",
     }  # fmt: skip
     assert disturbance([0x4, 0x40], None, None) == "the device was throttled (thermal slowdown by hardware)"
-    assert told([0x800]) == "reason 0x800"
+    assert in_words([0x800]) == "reason 0x800"
 
 
 @pytest.mark.parametrize(
