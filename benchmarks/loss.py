@@ -30,10 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.models import BUDGET_RTOL, ERROR_RTOL, LOSS_SCALE, ROUNDING, finite, mean_ratio, ratio_by_group, widened
-from lmsys import draws, testing
+from lmsys import draws, extremes, testing
 from lmsys.bench import Kept, Record
 from lmsys.bench.plain import check_plain
-from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
 from lmsys.training.prepare import autocast
 
@@ -361,7 +360,7 @@ def _inputs_of(record: Record, call: Record) -> Inputs:
     whole.hidden = drawn("hidden", 0, num_tokens * d_model, torch.float32).view(num_tokens, d_model)
     whole.weight = drawn("weight", 0, d_model * vocab_size, torch.float32, std_of(whole.weight)).view(-1, d_model)
     whole.targets = drawn("targets", 0, num_tokens, torch.int64, below=vocab_size)
-    if has_extremes(record["proof"]["generator"]):
+    if extremes.has_extremes(record["proof"]["generator"]):
         whole.make_extreme(call["draw"])
     rows = indices(slices_of(whole, call["key"])[0])
     whole.hidden, whole.targets = whole.hidden[rows], whole.targets[rows]

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.models import DTYPES
@@ -27,7 +26,9 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     64. On an AMD EPYC matrix products of such chunks sum over the vocabulary term by term. In float32 the gradient of
     hidden then has several times the error that it has in the usual loss, and the benchmark calls it wrong.
     """
-    return F.linear_cross_entropy(*_cast(hidden, weight), targets, options=torch.nn.LinearCrossEntropyOptions())
+    return torch.nn.functional.linear_cross_entropy(
+        *_cast(hidden, weight), targets, options=torch.nn.LinearCrossEntropyOptions()
+    )
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmsys import commands, files, values
-from lmsys.attention import ATTENTION
+from lmsys import attention, commands, files, values
 from lmsys.bench import fields, record
 
 Timed = tuple[bool, float, str]  # (True if the machine was disturbed, seconds, row): the least tuple is the fastest
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         content = record.load(given.result)
-        strangers = {x["impl"] for x in content["records"] if _can_be_picked(x)} - ATTENTION.keys()
+        strangers = {x["impl"] for x in content["records"] if _can_be_picked(x)} - attention.ATTENTION.keys()
         fastest = fastest_rows(x for x in content["records"] if x["impl"] not in strangers)
         values.hold(
             (given.output.suffix == ".py", f"{given.output}: a module is written, so its name must end in .py"),

@@ -77,7 +77,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, keywords_of, only_o, repeat_heads
@@ -599,7 +598,9 @@ def _mixed(
     """Attention as `naive` computes it, but with the roundings of `_Mixed`."""
     scores, blind = masked_scores(q, k, pattern, scale, first_query)
     v = repeat_heads(v, q.shape[1])
-    v = v if pattern.sinks is None else F.pad(v, (0, 0, 0, 1))  # a key more, whose value is 0: the sink of `with_sinks`
+    v = (
+        v if pattern.sinks is None else torch.nn.functional.pad(v, (0, 0, 0, 1))
+    )  # a key more, whose value is 0: the sink of `with_sinks`
     o = _Mixed.apply(with_sinks(scores, pattern), v, dtype)
     return o if blind is None else o.masked_fill(blind, 0)
 

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import LOSS_SCALE, ROUNDING, Batch, matmuls, mean_ratio, ratio_by_group, widened
@@ -144,7 +143,7 @@ class Reference:
         """
         x = x[None].to(self.stream or x.dtype)
         for index in range(len(self.base.layers)):
-            x = checkpoint(self._block, index, x, use_reentrant=False, preserve_rng_state=False)
+            x = torch.utils.checkpoint.checkpoint(self._block, index, x, use_reentrant=False, preserve_rng_state=False)
         return torch.func.functional_call(self.base.ln_final, {"weight": self._used("ln_final.weight")}, (x,))[0]
 
     def _block(self, index: int, x: Tensor) -> Tensor:
@@ -176,7 +175,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         return naive(q[:, :, first:end], k[:, :, :end], v[:, :, :end], causal=True, first_query=first)
 
     return torch.cat(
-        [checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False) for begin in range(0, length, rows)],
+        [
+            torch.utils.checkpoint.checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False)
+            for begin in range(0, length, rows)
+        ],
         dim=2,
     )
 

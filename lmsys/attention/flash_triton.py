@@ -39,7 +39,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -166,7 +165,7 @@ def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | 
     if pattern.alibi is not None:
         slopes = pattern.alibi.float().expand(q.shape[:2]).contiguous()
         places = pattern.position(q.shape[2], q.device).to(torch.int32)
-        position = F.pad(places.expand(q.shape[0], -1).flatten(), (0, ROW_PADDING))
+        position = torch.nn.functional.pad(places.expand(q.shape[0], -1).flatten(), (0, ROW_PADDING))
     extent = *interval, None if pattern.softcap is None else float(pattern.softcap), slopes, position, *dlse
     return extent if _form(extent) else ()
 

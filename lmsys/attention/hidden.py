@@ -17,7 +17,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys.attention.contract import keywords_of, repeat_heads
@@ -157,7 +156,7 @@ def _any_seen(bad: Tensor, first: Any, end: Any, mask: Tensor | None) -> Tensor:
     """
     if mask is not None:
         return torch.einsum("bhnm,bhm->bhn", mask.bfloat16(), bad.bfloat16()) > 0
-    sums = F.pad(bad.cumsum(dim=-1), (1, 0))
+    sums = torch.nn.functional.pad(bad.cumsum(dim=-1), (1, 0))
     # How many of M are bad before the interval of each of N begins, and before it ends.
     before, behind = (sums.gather(-1, edge.long().unsqueeze(1).expand(*bad.shape[:2], -1)) for edge in (first, end))
     return behind > before

@@ -17,9 +17,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.backends import cuda as cuda_backend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -52,13 +50,15 @@ def sdpa(
     q, k, v = contract.aligned(q), contract.aligned(k), contract.aligned(v)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     if pattern is None:
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
         return contract.with_aligned_gradient(o)
     # seen: True where a query sees a key. blind: True for queries that see no key, whose o is 0; None: there are none.
     seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
     mask = seen if pattern.bias is None else torch.where(seen, pattern.bias, -torch.inf).to(q.dtype)
     mask = mask.expand(*q.shape[:-1], k.shape[2])
-    o = contract.with_aligned_gradient(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped))
+    o = contract.with_aligned_gradient(
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped)
+    )
     return o if blind is None else o.masked_fill(blind, 0)
 
 
@@ -107,7 +107,7 @@ def sdpa_math_supports(case: contract.AttentionCase) -> str | None:
 
 def sdpa_flash_supports(case: contract.AttentionCase) -> str | None:
     return (
-        _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
+        _torch_says(case, SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention)
         if case.device == "cuda"
         else contract.why_not_options(case, *KNOWN) or contract.why_not_value_dim(case) or why_not_scale(case)
     )
@@ -115,7 +115,7 @@ def sdpa_flash_supports(case: contract.AttentionCase) -> str | None:
 
 def sdpa_efficient_supports(case: contract.AttentionCase) -> str | None:
     return (
-        _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention, "bias")
+        _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.can_use_efficient_attention, "bias")
         if case.device == "cuda"
         else "SDPA's memory-efficient attention runs on CUDA only"
     )
@@ -123,7 +123,7 @@ def sdpa_efficient_supports(case: contract.AttentionCase) -> str | None:
 
 def sdpa_cudnn_supports(case: contract.AttentionCase) -> str | None:
     return (
-        _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+        _torch_says(case, SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention)
         if case.device == "cuda"
         else "SDPA's cuDNN attention runs on CUDA only"
     )
@@ -191,7 +191,9 @@ def _asked(
     dtype = contract.DTYPES[case.dtype] if case.bias else torch.bool
     mask = shaped(case.heads, case.queries, case.keys, dtype) if case.options else None
     # q, k, v, attn_mask, dropout, is_causal (a mask includes the causal order), enable_gqa
-    params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, case.causal and mask is None, case.heads != case.kv_heads)
+    params = torch.backends.cuda.SDPAParams(
+        q, k, v, mask, 0.0, case.causal and mask is None, case.heads != case.kv_heads
+    )
     with _turn, sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if can_use(params, debug=True):

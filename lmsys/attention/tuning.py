@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
 
 from lmsys import strict_json, values
 from lmsys.kernels.trial import digest_of
@@ -158,7 +157,7 @@ def _fits(tile: Tile, launch: Callable[[Tile], None]) -> bool:
     """
     try:
         launch(tile)
-    except OutOfResources:
+    except triton.runtime.OutOfResources:
         return False
     return True
 

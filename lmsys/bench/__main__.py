@@ -11,8 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from lmsys import commands
-from lmsys.values import choice, hold
+from lmsys import commands, values
 
 
 def main() -> None:
@@ -67,7 +66,7 @@ def file_of(benchmark: str) -> Path:
     roots = [
         root for root in (Path.cwd(), *Path.cwd().parents, commands.FOLDER) if (root / "benchmarks/axes.py").is_file()
     ]
-    hold(
+    values.hold(
         (
             roots and not file.suffix,
             f"there is no file {benchmark!r} here, and only a clone of lmsys has its benchmarks/: change to one, or"
@@ -75,7 +74,7 @@ def file_of(benchmark: str) -> Path:
         )
     )
     files = {path.stem.removeprefix("bench_"): path for path in sorted(roots[0].glob("benchmarks/bench_*.py"))}
-    return files[choice(benchmark, files)]  # `choice` raises ValueError, with the nearest names, for an unknown one
+    return files[values.choice(benchmark, files)]  # it raises ValueError, with the nearest names, for an unknown one
 
 
 def option_of_rows(file: Path, rows: list[str]) -> str:

@@ -20,8 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 GPU = torch.device("cuda", 0)  # the device that tensors say they are on; it does not exist
 # Reasons for which `attention.questions` leaves out some cases of a row whose kernels are interpreted.
@@ -30,10 +28,10 @@ NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloa
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
 running: list[Any] = []  # holds the row, if it runs in `Laptop`: as long as there is an item, backwards run there, too
-_apply = BackwardCFunction.apply  # the original of the function that `install` replaces
+_apply = torch.autograd.function.BackwardCFunction.apply  # the original of the function that `install` replaces
 
 
-class Laptop(TorchFunctionMode, ContextDecorator):
+class Laptop(torch.overrides.TorchFunctionMode, ContextDecorator):
     """A context in which tensors say that they are on a GPU, and memory for a GPU is allocated on the host.
 
     As a decorator, `Laptop()(function)`, it returns a function that runs in the context.
@@ -76,10 +74,11 @@ def install() -> None:
     they ask for their own version when they are imported. A second call changes nothing.
     """
     importlib.metadata.version = version
-    if torch.cuda.is_available() or BackwardCFunction.apply is _backward:
+    if torch.cuda.is_available() or torch.autograd.function.BackwardCFunction.apply is _backward:
         return
     vars(torch.cuda).update(
-        is_available=lambda: isinstance(_get_current_function_mode(), Laptop),  # True inside of the context
+        # True inside of the context.
+        is_available=lambda: isinstance(torch.overrides._get_current_function_mode(), Laptop),
         current_device=lambda: 0,
         synchronize=lambda *_: None,
         set_device=lambda *_: None,
@@ -95,7 +94,7 @@ def install() -> None:
     vars(torch.cuda.nvtx).update(
         dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), lambda *_: None)
     )
-    BackwardCFunction.apply = _backward
+    torch.autograd.function.BackwardCFunction.apply = _backward
     if importlib.util.find_spec("triton") is not None:
         _install_in_triton()
 
@@ -203,7 +202,7 @@ def fitting(row: Callable[..., torch.Tensor], score: Callable[[Any], int]) -> Ca
     returned as it is.
     """
 
-    if BackwardCFunction.apply is not _backward:
+    if torch.autograd.function.BackwardCFunction.apply is not _backward:
         return row
     call = Laptop()(row)
     running.clear()

@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from lmsys import doing
 
@@ -73,7 +72,7 @@ class Recorder:
 
     def recording(self) -> AbstractContextManager[object]:
         """A context in which this rank's collectives are recorded."""
-        group = dist.ProcessGroup
+        group = torch.distributed.ProcessGroup
         recorded: dict[str, Any] = {
             name: self._recorded(name, getattr(group, name)) for name in KINDS if name in vars(group)
         }
@@ -142,8 +141,8 @@ class Recorder:
     def _note(self, what: str, group: Any, number: Any) -> list[str]:
         """Writes `what` into the store as this rank's `number`-th note. Returns the keys of all ranks' such notes."""
         prefix = f"lmsys-check/{self.trial}/{group.group_name}/{number}"
-        _store().set(f"{prefix}/{dist.get_rank(group)}", what)
-        return [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))]
+        _store().set(f"{prefix}/{torch.distributed.get_rank(group)}", what)
+        return [f"{prefix}/{rank}" for rank in range(torch.distributed.get_world_size(group))]
 
     def mark(self, what: str, group: Any = None) -> None:
         """Notes that this rank has reached `what`, which all ranks must reach: a collective, or the end of a step.
@@ -197,14 +196,14 @@ class Delayed:
 
 def _store() -> Any:
     """The key-value store that all ranks share."""
-    return dist.distributed_c10d._get_default_store()
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def _read(keys: list[str], timeout_s: float) -> list[str] | None:
     """The notes under these keys, once the store has all of them; None after `timeout_s`."""
     try:
         _store().wait(keys, datetime.timedelta(seconds=timeout_s))
-    except dist.DistStoreError:
+    except torch.distributed.DistStoreError:
         return None
     return [note.decode() for note in _store().multi_get(keys)]
 

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from lmsys import draws
+from lmsys import draws, extremes
 from lmsys.attention.contract import DTYPES, AttentionCase
-from lmsys.extremes import has_extremes
 
 KINDS = {
     "low": "all scores far below zero",
@@ -135,4 +134,4 @@ def drawn_unit(
 
 def extreme_of(case: AttentionCase, seed: int, draw: int, generator: str = draws.VERSION) -> tuple[Unit, str] | None:
     """(the extreme unit, its kind) of a draw of the case's inputs, or None if it has none."""
-    return planted(case.batch * case.kv_heads, case.kv_heads, seed, draw) if has_extremes(generator) else None
+    return planted(case.batch * case.kv_heads, case.kv_heads, seed, draw) if extremes.has_extremes(generator) else None

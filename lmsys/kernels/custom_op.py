@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +59,7 @@ def _folding(operator: Any) -> Callable[..., Any]:
             return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)
 
         batch = args[0].shape[1 if in_dims[0] == 0 else 0]
-        results = operator(*tree_map(folded, args, in_dims))
+        results = operator(*torch.utils._pytree.tree_map(folded, args, in_dims))
         return tuple(x.unflatten(0, (info.batch_size, batch)) for x in results), (0,) * len(results)
 
     return rule

@@ -147,12 +147,11 @@ class DirectKernel:
         self._common = hasattr(utils, "launch")
         # The arguments of the launcher behind the grid and the stream, in the order of its C function. None stands for
         # what is left out: metadata of launches, hooks, scratch memory.
-        self._head: tuple[Any, ...]
         if self._common:
             reads = launcher.arg_annotations, launcher.kernel_signature
             self._launch = utils.launch
             self._encode = utils.fill_tma_descriptor_tiled
-            self._head = compiled.function, *ways, compiled.packed_metadata, None, None, None, None, None, *reads
+            self._head: Any = compiled.function, *ways, compiled.packed_metadata, None, None, None, None, None, *reads
         else:
             self._launch = launcher.launch
             if compiled.metadata.tensordesc_meta:  # it wraps the launcher that takes encoded descriptors

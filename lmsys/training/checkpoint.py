@@ -25,7 +25,6 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from lmsys import files, strict_json, values
 
@@ -306,7 +305,7 @@ def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, it
     )
     state = {
         "model": values.instance("model", model, Stateful).state_dict(),
-        "optimizer": tree_map_only(
+        "optimizer": torch.utils._pytree.tree_map_only(
             np.generic, lambda number: number.item(), values.instance("optimizer", optimizer, Stateful).state_dict()
         ),
         "iteration": values.whole("iteration", iteration, least=0),
@@ -314,7 +313,7 @@ def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, it
     # torch lists the types that `torch.load` would refuse only for a file, not for a state. So the state is first saved
     # into a file in memory, without its tensors, which may be large.
     without_tensors = io.BytesIO()
-    torch.save(tree_map_only(torch.Tensor, lambda _: None, state), without_tensors)
+    torch.save(torch.utils._pytree.tree_map_only(torch.Tensor, lambda _: None, state), without_tensors)
     without_tensors.seek(0)
     refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(without_tensors))
     values.hold(

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lmsys import strict_json, values
 from lmsys.attention import attention
@@ -91,8 +90,8 @@ class Cache:
         return positions[:, None]
 
     def _read_prompts(self, row: Any, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        room = self._capacity - k.shape[2]  # memory for tokens to come
-        self._kept[index] = pad(k, (0, 0, 0, room)), pad(v, (0, 0, 0, room))  # zeros behind, along S
+        padding = 0, 0, 0, self._capacity - k.shape[2]  # zeros behind, along S: memory for tokens to come
+        self._kept[index] = torch.nn.functional.pad(k, padding), torch.nn.functional.pad(v, padding)
         return row(q, k, v, causal=causal)
 
     def _read_token(self, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

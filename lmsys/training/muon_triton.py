@@ -17,7 +17,6 @@ Legend: N matrices, R rows, C columns, R' columns of a result: R rounded up to w
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -142,5 +141,5 @@ def symmetric(
 
 def _in_chunks(x: torch.Tensor, width: int) -> torch.Tensor:
     """x (N, R, C) as (N, chunks, R, width), with zeros from column C on; a view where nothing is to be added."""
-    x = F.pad(x, (0, -x.shape[2] % width)) if x.shape[2] % width else x
+    x = torch.nn.functional.pad(x, (0, -x.shape[2] % width)) if x.shape[2] % width else x
     return with_aligned_rows(x.view(*x.shape[:2], -1, width).transpose(1, 2))

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from lmsys.kernels import HAS_TRITON as HAS_TRITON  # benchmarks read it here
@@ -28,7 +27,7 @@ from lmsys.parallel import collectives, structure, wrapper
 from lmsys.values import finite, hold, instance, several, shortly, whole
 
 
-class AdamW(Optimizer):
+class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay: Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; equal to torch's AdamW.
 
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²
@@ -314,12 +313,12 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
     return options
 
 
-def set_lr(optimizer: Optimizer, lr: float, matrix_lr: float | None = None) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, matrix_lr: float | None = None) -> None:
     """Sets the learning rate of every param group: `set_lr(optimizer, cosine_schedule(step, ...))` before each step.
 
     matrix_lr  the rate of groups that `Muon` steps; None: lr
     """
-    for group in instance("optimizer", optimizer, Optimizer).param_groups:
+    for group in instance("optimizer", optimizer, torch.optim.Optimizer).param_groups:
         of_matrices = matrix_lr is not None and group.get("use_muon", False)
         group["lr"] = matrix_lr if of_matrices else lr
 
@@ -395,7 +394,7 @@ def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
     return torch.ones_like(norm) if max_norm == math.inf else (max_norm / (norm + eps)).clamp(max=1)
 
 
-def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
+def scale_gradients(optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
     """Multiplies gradients by `factor` for the next step.
 
     `AdamW` does so as it reads them, which saves a pass over all gradients. Those of another optimizer are multiplied
