@@ -181,13 +181,10 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
         record |= {f"predicted_{name}_bytes": getattr(predicted, name) for name in HELD_IN_A_STEP}
     rig.base.zero_grad(set_to_none=True)
     timeline = memory.timeline(phases, case.device)  # {name of a phase: its points (time_s, bytes)}
-    record["timeline"] = [
-        {
-            "name": name,
-            "points": [(float(f"{at:.7f}"), size) for at, size in thinned(points, TIMELINE_POINTS // len(timeline))],
-        }
-        for name, points in timeline.items()
-    ]
+    record["timeline"] = []
+    for name, points in timeline.items():
+        kept = thinned(points, TIMELINE_POINTS // len(timeline))
+        record["timeline"].append({"name": name, "points": [(float(f"{at:.7f}"), size) for at, size in kept]})
     return record
 
 

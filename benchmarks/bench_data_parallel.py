@@ -67,8 +67,8 @@ class ParallelBenchmark(OnRanks):
         if time_s := record.get("time_s"):
             tokens = case.world_size * case.batch * case.context
             flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
-            work |= {"flops": flops, "tokens_per_s": tokens / time_s}
-            work |= models.model_rates(flops / case.world_size, time_s, case.precision, machine)
+            rates = models.model_rates(flops / case.world_size, time_s, case.precision, machine)
+            work |= {"flops": flops, "tokens_per_s": tokens / time_s, **rates}
         return work
 
 

@@ -329,7 +329,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
 def findings_of(ranks: Sequence[Alone]) -> Record:
     """Fields of a record from the ranks' measurements. Times of kernels are of the rank that waits least for others."""
     least = min(ranks, key=lambda rank: rank.times["communication_s"])
-    most = {name: max(rank.most[name] for rank in ranks) for name in least.most}
+    most = fields.largest([rank.most for rank in ranks])
     return {
         **most,
         "peak_bytes": most["total_bytes"] - most["held_bytes"],

@@ -79,8 +79,9 @@ def parse_json(text: str) -> Any:
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
-            twins = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-            raise ValueError(f"{shortly(min(twins))} is given twice in one object")
+            counts = Counter(key for key, _ in pairs)
+            twin = min(key for key in counts if counts[key] > 1)
+            raise ValueError(f"{shortly(twin)} is given twice in one object")
         return content
 
     def refuse(name: str) -> Any:

@@ -353,7 +353,7 @@ def memory(row: Row) -> Record:
     state_bytes = 8 * num_parameters  # two float32 moments of each; Muon's matrices have one
     if case.optimizer == "muon":
         state_bytes -= 4 * case.config.num_layers * block_matrices(case.config)
-    record: Record = {name: max(seen.memory[name] for seen in row.seen) for name in row.seen[0].memory}
+    record: Record = fields.largest([seen.memory for seen in row.seen])
     record["optimizer_fraction"] = record["optimizer_bytes"] / state_bytes
     if (stage := case.traits.zero_stage) is not None:
         predicted = zero_memory(num_parameters, case.world_size, max(stage, int(case.sharded_optimizer)))

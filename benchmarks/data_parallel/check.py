@@ -29,7 +29,7 @@ from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
 from benchmarks.data_parallel.rank import blocks_of, compiler_of, execution, model_of
 from benchmarks.models import NUM_BLOCKS, Batch, build, matmuls
 from lmsys import processes, testing
-from lmsys.bench import Candidate, ranks
+from lmsys.bench import Candidate, fields, ranks
 from lmsys.check import strategy, trained
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
@@ -39,6 +39,7 @@ from lmsys.parallel.group import WorkerError, device
 from lmsys.training.prepare import prepare
 
 STEPS = 3  # of the gate's training
+# The optimizer of the gate's training. By the momentum a wrong gradient of one step also shows in the next ones.
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 BATCH, CONTEXT, VOCABULARY = 2, 64, 10_000  # sequences of a rank; their length and vocabulary, at most
 State = dict[str, torch.Tensor]  # {name of a parameter: its value}
@@ -53,7 +54,7 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
         by_dtypes = [_ratios(case, options, seed, narrow) for options, narrow in asked]
     if model_parameters(case.config) > 2**30:
         _alone.cache_clear()  # the timed model may need all memory: results of plain steps are not kept meanwhile
-    return {name: max(ratios[name] for ratios in by_dtypes) for name in by_dtypes[0]}
+    return fields.largest(by_dtypes)
 
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:

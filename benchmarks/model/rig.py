@@ -32,7 +32,7 @@ from lmsys.measure import clock, memory
 from lmsys.training import gradients, optimizer, prepare
 
 MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names of AdamW's two moments in an optimizer's state
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # the unit of rows below it: see above
 
 
 class Update:

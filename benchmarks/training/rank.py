@@ -200,7 +200,7 @@ class TrainingCase(TrainedCase):
         )
 
 
-CORPUS = "stdlib"
+CORPUS = "stdlib"  # needs no download, and every machine has it
 BYTES_PER_TOKEN = 4  # an estimate, by which `tokens_of` and `_first` choose how much text they read at once
 LEAST_BYTES = 500_000  # the least text that they read at once; a tokenizer is trained on at least so much
 

@@ -62,9 +62,10 @@ def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         return None
     first, strides = q.storage_offset(), (length * row, head_dim, row, 1)
     offsets = first, first + heads * head_dim, first + (heads + kv_heads) * head_dim
-    if any(x.stride() != strides or x.storage_offset() != at for x, at in zip((q, k, v), offsets, strict=True)):
-        return None
-    if len({x.untyped_storage().data_ptr() for x in (q, k, v)}) != 1:
+    if (
+        any(x.stride() != strides or x.storage_offset() != at for x, at in zip((q, k, v), offsets, strict=True))
+        or len({x.untyped_storage().data_ptr() for x in (q, k, v)}) != 1
+    ):
         return None
     return q.as_strided((batch, length, heads + 2 * kv_heads, head_dim), (length * row, row, head_dim, 1))
 
@@ -335,9 +336,11 @@ def flash(
                 from lmsys.attention.untraced import attend_with_lse as run
             return run(eager, q, k, v, scale, pattern)
         causal = causal if pattern is None else pattern.causal
-        if is_watched():
-            return operator(q, k, v, causal, scale, pattern)
-        return eager.apply(q, k, v, causal, scale, None, pattern)
+        return (
+            operator(q, k, v, causal, scale, pattern)
+            if is_watched()
+            else eager.apply(q, k, v, causal, scale, None, pattern)
+        )
 
     attend.__name__ = attend.__qualname__ = name
     # With `__wrapped__`, `inspect` finds the source of the row in the file of its kernels; result files record it.

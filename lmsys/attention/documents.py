@@ -20,7 +20,7 @@ from torch import Tensor
 from lmsys.autograd import is_watched
 from lmsys.values import hold, instance, shortly, whole
 
-INTEGERS = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)  # dtypes of tensors that say where documents lie
 FARTHEST = 2**31 - 1  # positions are int32 in kernels
 
 

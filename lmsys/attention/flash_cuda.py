@@ -30,10 +30,10 @@ from lmsys.attention import contract, custom_ops
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.files import cache_folder, check_private
 
-SOURCE = Path(__file__).with_name("flash_cuda.cu")
+SOURCE = Path(__file__).with_name("flash_cuda.cu")  # includes flash_cuda.cuh
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")  # options of nvcc
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}  # types of CUDA C++
-HEAD_DIMS = (32, 64, 128)
+HEAD_DIMS = (32, 64, 128)  # those with tiles in `tiles_for`: `flash_cuda_supports` says what another one needs
 # By dtype: the lowest compute capability that the row runs on.
 OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from lmsys.attention import compiled, contract
 from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern, kept_on_documents
+from lmsys.values import sentences_of
 
 # The options, by their names in `AttentionCase.options`, that flex and all rows of SDPA take. None of their values is a
 # tensor that a caller may change, so a mask of these options alone is made once and kept between calls.
@@ -231,15 +232,16 @@ def flex(
 
 
 def flex_supports(case: contract.AttentionCase) -> str | None:
-    if reason := contract.why_not_plain(case, *MADE_ONCE, "softcap"):
-        return reason
-    if case.dtype == "float64":
-        return "FlexAttention has no float64 kernel"
-    if case.device == "cpu" and case.grad:
-        return "FlexAttention has no backward on CPU"
-    if case.device == "cuda" and case.head_dim < 16:
-        return f"FlexAttention needs head_dim >= 16 on CUDA; got {case.head_dim}"
-    return compiled.why_no_compiler(case.device)
+    reasons = sentences_of(
+        (True, contract.why_not_plain(case, *MADE_ONCE, "softcap") or ""),
+        (case.dtype == "float64", "FlexAttention has no float64 kernel"),
+        (case.device == "cpu" and case.grad, "FlexAttention has no backward on CPU"),
+        (
+            case.device == "cuda" and case.head_dim < 16,
+            f"FlexAttention needs head_dim >= 16 on CUDA; got {case.head_dim}",
+        ),
+    )
+    return next(reasons, None) or compiled.why_no_compiler(case.device)
 
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:

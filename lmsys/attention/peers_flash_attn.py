@@ -20,6 +20,7 @@ from torch import Tensor
 from lmsys.attention import contract, peers
 from lmsys.attention.documents import Documents
 from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern, kept_on_documents
+from lmsys.values import sentences_of
 
 BEYOND = (99, 0)  # a compute capability above those of all GPUs, which stands for no upper limit
 KNOWN = "window", TWO_SIDED, "offset", "documents"  # the options of an `AttentionCase` that all rows here know
@@ -102,20 +103,25 @@ def _why_not(
 
     It runs on compute capabilities from `least` up to, not including, `below`.
     """
-    if case.device != "cuda":
-        return f"{who} runs on CUDA only"
-    if reason := contract.why_not_plain(case, *known):
-        return reason
-    if case.capability is not None and not least <= case.capability < below:
-        gpu = f"compute capability {'.'.join(map(str, least))}{' or later' if below == BEYOND else ''}"
-        return f"{who} of this version needs {gpu}; this GPU has {'.'.join(map(str, case.capability))}"
-    if case.dtype not in ("float16", "bfloat16"):
-        return f"{who} knows float16 and bfloat16, not {case.dtype}"
-    if (case.causal or case.window) and case.offset != (0 if case.documents else case.keys - case.queries):
-        return f"{who} aligns a mask at the bottom right, so it needs the offset K - Q, of documents or for Q = K 0"
-    if case.head_dim > 256 or case.head_dim % 8:
-        return f"{who} needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
-    return peers.why_not_scale(case)
+    needed = f"compute capability {'.'.join(map(str, least))}{' or later' if below == BEYOND else ''}"
+    reasons = sentences_of(
+        (case.device != "cuda", f"{who} runs on CUDA only"),
+        (True, contract.why_not_plain(case, *known) or ""),
+        (
+            case.capability is not None and not least <= case.capability < below,
+            f"{who} of this version needs {needed}; this GPU has {'.'.join(map(str, case.capability or ()))}",
+        ),
+        (case.dtype not in ("float16", "bfloat16"), f"{who} knows float16 and bfloat16, not {case.dtype}"),
+        (
+            (case.causal or case.window) and case.offset != (0 if case.documents else case.keys - case.queries),
+            f"{who} aligns a mask at the bottom right, so it needs the offset K - Q, of documents or for Q = K 0",
+        ),
+        (
+            case.head_dim > 256 or case.head_dim % 8,
+            f"{who} needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}",
+        ),
+    )
+    return next(reasons, None) or peers.why_not_scale(case)
 
 
 flash_attn_2 = partial(_flash_attn, module="flash_attn")

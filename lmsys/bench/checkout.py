@@ -17,7 +17,7 @@ from pathlib import Path
 from lmsys.files import commit_of, git, unpack_commit
 from lmsys.values import hold
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[1]  # the folder of today's lmsys
 # Folders and files of this package that are taken from the earlier state: the code of rows.
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"
 # Files inside these folders that are taken from today's code anyway: the oracle, and code that benchmarks call.

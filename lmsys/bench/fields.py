@@ -11,6 +11,7 @@ lists or objects, it also needs an entry in `lmsys.bench.validate.SHAPES`. Impor
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 from lmsys.values import choice, hold
@@ -375,3 +376,8 @@ COMMON = columns(  # the fields of every record, whatever was measured
 def declared(*groups: Iterable[Field]) -> dict[str, Field]:
     """The fields by name, in order. If a name is declared twice, the later field counts, at the earlier one's place."""
     return {field.name: field for group in groups for field in group}
+
+
+def largest(by_name: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """{name: the largest of its values}, of mappings with the same names, such as one of each rank."""
+    return {name: max(map(itemgetter(name), by_name)) for name in by_name[0]}

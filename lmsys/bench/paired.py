@@ -72,15 +72,13 @@ class Paired(isolation.Isolated):
         """Yields today's results of a group, then the earlier ones."""
         # {row: {"target", "supports"}} in the earlier state's tables, to replace these fields of today's `Entry`. A row
         # that only the earlier tables have is left out, since a row from a user's file may have its name.
-        places = {
-            name: place
-            for name, place in self.earlier.ask("places", benchmark).items()
-            if any(name in table for table in benchmark.tables.values())
-        }
-        earlier = [
-            replace(case, entry=replace(row, **places.get(row.name, {"target": self.state.target(row.target)})))
-            for case, row in ((case, case.entry) for case in cases)
-        ]
+        names = set[str]().union(*benchmark.tables.values())
+        places = {name: place for name, place in self.earlier.ask("places", benchmark).items() if name in names}
+        earlier = []
+        for case in cases:
+            target = {"target": self.state.target(case.entry.target)}
+            entry = replace(case.entry, **places.get(case.entry.name, target))
+            earlier.append(replace(case, entry=entry))
         results = None
         groups = isolation.Group(self, benchmark, cases), isolation.Group(self.earlier, benchmark, earlier)
         while results is None:

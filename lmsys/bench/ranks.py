@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT_S = 420.0  # seconds after which ranks that do not answer are ended: 0.7 times the default of --deadline
 PARENT = "LMSYS_PARENT"  # environment variable of ranks: id of the process that all processes of this run descend from
-_ENTROPY = random.SystemRandom()
+_ENTROPY = random.SystemRandom()  # no row can foresee or seed it
 
 
 @cache

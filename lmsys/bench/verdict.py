@@ -8,7 +8,7 @@ fast, edit NEAR.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from statistics import geometric_mean, median
 
 from lmsys.bench import fields, record
@@ -31,7 +31,7 @@ def deciding(
     says_something  True if these cases of a comparison are enough for an answer; other comparisons are left out
     """
     several = [cases for cases in comparisons if says_something(cases)]
-    kept = {id(case) for case in undisturbed([case for cases in several for case in cases])}
+    kept = {id(case) for case in undisturbed(list(chain.from_iterable(several)))}
     calm = ([case for case in cases if id(case) in kept] for cases in several)
     return [cases for cases in calm if says_something(cases)]
 

@@ -37,7 +37,7 @@ from lmsys.measure.step import Failed, Failure, Step, nothing
 
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # the phrase of a beat during timed calls; `row_on_device` compares with it
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]  # the folder that lmsys is imported from: in a checkout its root
 COPY_S = 0.05  # seconds between two copies, by a thread, of the number of the row that the GPU has reached
 
 

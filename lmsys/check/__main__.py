@@ -118,9 +118,11 @@ def _check_all(options: question.Options, rows: Sequence[tuple[str, registry.Ent
 
 def _reason(error: Exception) -> str:
     """The error in a line; for a `ProcessError` the reason that it carries."""
-    if isinstance(error, processes.ProcessError):
-        return error.failure[1]
-    return f"it raises {type(error).__name__}: {registry.message_of(error)}"
+    return (
+        error.failure[1]
+        if isinstance(error, processes.ProcessError)
+        else f"it raises {type(error).__name__}: {registry.message_of(error)}"
+    )
 
 
 if __name__ == "__main__":

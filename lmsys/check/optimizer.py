@@ -82,9 +82,10 @@ def _followed(form: optimizer_formula.Form, run: optimizer_formula.Run, made: op
         optimizer_formula.Formula(form.rule).trace(run, [list(run.parameters)] + made[:-1], dtype)
         for dtype in (torch.float64, torch.float32)
     )
-    triples = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
-    right = [all(testing.error_ratio(*triple) <= 1 for triple in of_step) for of_step in triples]
-    return (right + [False]).index(False)  # the place of the first step that disagrees
+    for number, of_step in enumerate(zip(made, exact, plain, strict=True)):
+        if not all(testing.error_ratio(*triple) <= 1 for triple in zip(*of_step, strict=True)):
+            return number
+    return len(made)
 
 
 # By the memory of a case: the mistake that is named if no other explains the fault. Earlier cases have shown that such

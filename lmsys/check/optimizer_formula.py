@@ -231,6 +231,7 @@ def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: fl
     return (m * (correction2**0.5 / correction1)) / (v.sqrt() + eps)
 
 
+# Adam's own form: the base of the forms below, which other optimizers of its family have.
 _ADAM = Adam(taken=Sgd.taken, in_gradient=1.0)
 _LARGER_EPS = (
     "eps is added to √v before bias correction, and so acts as eps / √(1 - beta2 ** t): 32 eps at t = 1, beta2 = 0.999"

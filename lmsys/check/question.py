@@ -139,7 +139,7 @@ def poison(replace: Callable[[Any, str, Any], Any]) -> None:
             replace(owner, name, poisoned(getattr(owner, name)))
 
 
-AXES = ("batch", "head", "row", "column")
+AXES = ("batch", "head", "row", "column")  # what messages call the axes of attention's tensors
 
 
 def where(wrong: torch.Tensor, axes: Sequence[str] = AXES) -> str:
@@ -191,7 +191,7 @@ def worst(output: torch.Tensor, expected: torch.Tensor) -> tuple[int, ...]:
     return tuple(map(int, torch.unravel_index(error.argmax(), error.shape)))
 
 
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward")  # columns of the table `Holds`
 WORST = ("wrong", "refused", "right")  # verdicts, the worst first
 
 

@@ -99,8 +99,8 @@ def strided(x: Tensor, base: Any) -> Any:
         return base
     shape, strides = geometry(x)
     unit = 16 // x.element_size()
-    batch, head, row, rows = (2 * n + 1 for n in (*(stride // unit for stride in strides[:-1]), shape[-2]))
-    return Strided(base, batch, head, row, rows, triton.language.constexpr(shape[-1]))
+    batch, head, row = (2 * (stride // unit) + 1 for stride in strides[:-1])
+    return Strided(base, batch, head, row, 2 * shape[-2] + 1, triton.language.constexpr(shape[-1]))
 
 
 def with_aligned_rows(x: Tensor) -> Tensor:

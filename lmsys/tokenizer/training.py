@@ -20,7 +20,7 @@ import numpy as np
 from lmsys import values
 from lmsys.tokenizer import chunks, codec, pretokens
 
-_NUM_BYTES = 256
+_NUM_BYTES = 256  # tokens before the first merge: one for each value of a byte
 
 
 def train(

@@ -36,7 +36,7 @@ from lmsys.training.config import RunConfig
 
 TIMEOUT_S = 1800.0  # the timeout of a collective, in which ranks wait while rank 0 trains the tokenizer
 FOREVER_S = 20 * 86_400.0  # the timeout of a whole training
-BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
+BAD_INPUT, NONFINITE, FAILED = 2, 3, 1  # exit codes; 2 is also argparse's for words that it does not know
 # By the class of an error whose message says all, the exit code; the first class counts that the error is of.
 CODES = {loop.NonFiniteError: NONFINITE, ValueError: BAD_INPUT} | dict.fromkeys(
     (checkpoint.SaveError, ConnectionError, OSError), FAILED

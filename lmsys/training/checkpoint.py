@@ -29,7 +29,7 @@ import torch
 from lmsys import files, strict_json, values
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
-_MANIFEST = re.compile(r"step-(\d{8,})\.json")
+_MANIFEST = re.compile(r"step-(\d{8,})\.json")  # a manifest's name, with its step
 # Matches the names of all files that a save writes except finished manifests. So it matches those of parts, unfinished
 # parts and unfinished manifests. The first group is the step.
 _WRITTEN = re.compile(

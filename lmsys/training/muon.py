@@ -241,9 +241,11 @@ def in_batches(shapes: Sequence[torch.Size], batched: bool = True) -> list[list[
 def lr_ratio(shape: torch.Size, adjust_lr_fn: str) -> float:
     """The factor of a matrix's learning rate: `adjust_lr_fn` of `Muon`."""
     rows, columns = shape
-    if adjust_lr_fn == "original":
-        return math.sqrt(max(1, rows / max(1, columns)))
-    return ADAMW_RMS * math.sqrt(max(rows, columns))
+    return (
+        math.sqrt(max(1, rows / max(1, columns)))
+        if adjust_lr_fn == "original"
+        else ADAMW_RMS * math.sqrt(max(rows, columns))
+    )
 
 
 def orthogonalized(matrices: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:

@@ -34,7 +34,7 @@ from lmsys.training import checkpoint, corpora, data, evaluation, generation, lo
 from lmsys.training.config import RunConfig
 from lmsys.training.run_context import RunContext
 
-DATA_STEPS = ("tokenizer", "tokenize")
+DATA_STEPS = ("tokenizer", "tokenize")  # those that `skip_data` leaves out
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the run's folder
 STEPS = (*WRITERS, "evaluate", "generate")
 # What a run writes in its folder.

@@ -112,10 +112,12 @@ class Prepared(NamedTuple):
         graph  True: it is a `GraphedGradients`, which replays one CUDA graph
         """
         compute = gradients.backward_of(self.loss, self.strategy.finish)
-        if not graph:
-            return compute
-        return gradients.GraphedGradients(
-            compute, self.strategy.module.parameters(), gradients.warm_ups_of(self.strategy.wrapper)
+        return (
+            gradients.GraphedGradients(
+                compute, self.strategy.module.parameters(), gradients.warm_ups_of(self.strategy.wrapper)
+            )
+            if graph
+            else compute
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from lmsys.attention.contract import AttentionCase, why_not_plain
 from lmsys.kernels import custom_op, launch, trial, tritons
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128)  # those with plans in plans.py and a BLOCK_Q in launch.py
 HOPPER = (9, 0)  # compute capability
 PATTERNS = "window", "documents"  # options that the kernels know
 SELFTEST = "lmsys.attention.flash_gluon.selftest:run"  # the trial: module:function
