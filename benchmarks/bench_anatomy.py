@@ -167,10 +167,10 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     # Empties the cache: the GPU's allocator may hand out a cached block that is too large, and counts all of it.
     compare.release_memory()
     model, optimizer = rig.model(case), rig.optimizers.get(case.peer)  # peers have one of their own
-    held = sum(memory.breakdown(model, optimizer).values())
+    held_bytes = sum(memory.breakdown(model, optimizer).values())
     by_phase = memory.phases(phases, case.device)
     record: Record = {
-        "held_bytes": held,
+        "held_bytes": held_bytes,
         "peak_bytes": max(phase["peak_bytes"] for phase in by_phase.values()),
         "phases": [{"name": name, **phase} for name, phase in by_phase.items()],
     }

@@ -44,7 +44,7 @@ PASSES = {"gloo": 2, "nccl": 3}
 LATE_S = 0.05
 
 
-def held(name: str, label: str, about: str, role: str = "metric") -> Field:
+def memory_field(name: str, label: str, about: str, role: str = "metric") -> Field:
     """The declaration of a field of bytes, shown in GiB; records hold the largest value of any rank."""
     return Field(name, "B", label, role, f"{about}, on the rank with most", "GiB")
 
@@ -152,13 +152,13 @@ class DataParallel(ParallelBenchmark):
             shown="%",
         ),
         fields.PEAK.called(about="Peak memory of a step, on the rank with most", shown="GiB"),
-        held("init_bytes", "After init", "Memory held once model, strategy and optimizer are made"),
-        held("before_step_peak_bytes", "Before step", "Peak memory of forward and backward"),
-        held("after_step_peak_bytes", "After step", "Peak memory of the optimizer's step"),
-        held("parameters_bytes", "Parameters", "Memory of parameters after a step"),
-        held("gradients_bytes", "Gradients", "Memory of gradients after a step"),
-        held("optimizer_bytes", "Optimizer state", "Memory of the optimizer's state after a step"),
-        held("activations_bytes", "Activations", "Memory of activations after a forward"),
+        memory_field("init_bytes", "After init", "Memory held once model, strategy and optimizer are made"),
+        memory_field("before_step_peak_bytes", "Before step", "Peak memory of forward and backward"),
+        memory_field("after_step_peak_bytes", "After step", "Peak memory of the optimizer's step"),
+        memory_field("parameters_bytes", "Parameters", "Memory of parameters after a step"),
+        memory_field("gradients_bytes", "Gradients", "Memory of gradients after a step"),
+        memory_field("optimizer_bytes", "Optimizer state", "Memory of the optimizer's state after a step"),
+        memory_field("activations_bytes", "Activations", "Memory of activations after a forward"),
         Field(
             "optimizer_fraction",
             label="State, of whole",
@@ -166,7 +166,7 @@ class DataParallel(ParallelBenchmark):
             shown="%",
         ),
         [
-            held(
+            memory_field(
                 f"predicted_{kind}_bytes",
                 f"predicted {kind}",
                 f"Memory of {kind} at the strategy's stage of ZeRO",
@@ -174,9 +174,11 @@ class DataParallel(ParallelBenchmark):
             )
             for kind in ("parameters", "gradients", "optimizer")
         ],
-        held("init_peak_bytes", "init peak", "Peak memory while model, strategy and optimizer are made", "detail"),
-        held("before_step_bytes", "before step", "Memory held before the optimizer's step", "detail"),
-        held("buffers_bytes", "buffers", "Memory of buffers", "detail"),
+        memory_field(
+            "init_peak_bytes", "init peak", "Peak memory while model, strategy and optimizer are made", "detail"
+        ),
+        memory_field("before_step_bytes", "before step", "Memory held before the optimizer's step", "detail"),
+        memory_field("buffers_bytes", "buffers", "Memory of buffers", "detail"),
         Field("bucket_mb", "MiB", "bucket size", "detail", "Size of a bucket, as the strategy has chosen or got it"),
         Field(
             "unsynchronized_s", "s", role="detail", about="Median time of a step without synchronization", shown="ms"

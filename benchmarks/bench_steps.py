@@ -133,7 +133,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
         first_step_s, phases = memory.first_steps(lambda: rigs.append(TrainingRig(case, seed)), step, kind)
         (rig,) = rigs
-        held = sum(rig.breakdown().values())
+        held_bytes = sum(rig.breakdown().values())
         ranks.release()
         losses, readings, device_sensors = list[torch.Tensor](), list[sensors.Reading](), sensors.sensors_of(kind)
 
@@ -156,7 +156,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         levels=str(rank.config_of(case).checkpoint_blocks),
         most={
             "first_step_s": first_step_s,
-            "held_bytes": held + rig.outside_bytes,
+            "held_bytes": held_bytes + rig.outside_bytes,
             "total_bytes": phases["step"]["peak_bytes"] + rig.outside_bytes,
         },
         samples=samples,

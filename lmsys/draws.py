@@ -105,7 +105,7 @@ class Draws:
     ):
         self.tensors, self.seed = dict(tensors), seed
         std, below = std or {}, below or {}
-        self._held = {
+        self._source = {
             name: _elements(
                 key(seed, name), 0, x.numel() + STARTS, x.dtype, std.get(name, 1.0), below.get(name), x.device
             )
@@ -121,7 +121,7 @@ class Draws:
         """
         for name in self.tensors if names is None else names:
             x, first = self.tensors[name], start(draw, name)
-            x.data.copy_(self._held[name][first : first + x.numel()].view(x.shape))
+            x.data.copy_(self._source[name][first : first + x.numel()].view(x.shape))
 
 
 def _elements(

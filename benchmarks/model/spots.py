@@ -338,7 +338,7 @@ class Spots:
         tokens, ids = self.data.tokens, self._ids(spot)
         if self.whole:
             return list(range(len(tokens))), list(range(len(ids)))
-        held = torch.stack([torch.isin(ids, sequence) for sequence in tokens]).cpu()  # (B, tokens of the spot)
-        run = held[:, held.sum(dim=0).argmin()]
-        chosen = ~(held & ~run[:, None]).any(dim=0)
+        occurs = torch.stack([torch.isin(ids, sequence) for sequence in tokens]).cpu()  # (B, tokens of the spot)
+        run = occurs[:, occurs.sum(dim=0).argmin()]
+        chosen = ~(occurs & ~run[:, None]).any(dim=0)
         return run.nonzero().flatten().tolist(), chosen.nonzero().flatten().tolist()

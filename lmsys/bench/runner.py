@@ -88,7 +88,7 @@ class Runner(instruments.Instruments):
         self.guard.mend()
         self.guard = guard.Guard()  # before a row runs: a benchmark may have been imported since
         gc.freeze()  # the many garbage collections within a group then skip the objects that outlive it
-        held = self._held()
+        bytes_before = self._resident_bytes()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
             begun(list(fields.grouped((benchmark.key(case), case.id) for case in cases).values()))
@@ -102,14 +102,14 @@ class Runner(instruments.Instruments):
             self._in_session(trial, trial.check_again)
             self._in_session(trial, trial.repeat)
         trial.release()
-        kept = self._held() - held
+        leaked = self._resident_bytes() - bytes_before
         if (
             self.is_watched
             and len(trial.candidates) > 1
             and any(trial.ending(case)[0] == "oom" for case in cases)
-            and kept > 2**28  # 256 MiB: less may be caches of allocators, more has leaked
+            and leaked > 2**28  # 256 MiB: less may be caches of allocators, more has leaked
         ):
-            raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
+            raise MemoryEaten(f"a row has kept {leaked / 2**30:.1f} GiB of memory, and others found too little")
         if not benchmark.streams:
             yield from map(trial.result, cases)
 
@@ -121,7 +121,7 @@ class Runner(instruments.Instruments):
                 clock.synchronize(self.settings.device)
                 compare.release_memory()
 
-    def _held(self) -> int:
+    def _resident_bytes(self) -> int:
         """Bytes of the device's memory that this process holds."""
         return torch.cuda.memory_allocated() if self.settings.device == "cuda" else host.resident_bytes()
 
