@@ -21,7 +21,7 @@ from lmsys import config, strict_json, values
 MATMUL_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read, by precision
 ENGINES = ("own", "auto", "gigatoken", "fastokens", "tiktoken", "tokenizers")  # see `lmsys.tokenizer.engines`
 MATRIX_SCALES = ("original", "match_rms_adamw")  # of `lmsys.training.muon.Muon`: its adjust_lr_fn
-# What the URLs of the corpus TinyStories begin with.
+# The beginning of the URLs of the corpus TinyStories.
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
 
