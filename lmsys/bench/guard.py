@@ -104,9 +104,8 @@ class Guard:
             (place, values, partial(operator.setitem, values), {**values}) for place, values in dicts.items()
         ]
         self._closed = [(cls, IGNORED | vars(cls).keys()) for cls in CLOSED]
-        self._kernels = set(
-            filter(IS_REPLACED_KERNEL, torch.library._impls)
-        )  # all names that torch.library has registered
+        # All names of kernels that torch.library has registered.
+        self._kernels = set(filter(IS_REPLACED_KERNEL, torch.library._impls))
 
     def mend(self) -> list[str]:
         """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced.
