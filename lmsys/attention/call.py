@@ -132,8 +132,10 @@ def attention(
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)
     o = result[0] if return_lse else result
-    # `reshape` to the same shape would cost the host time, too.
-    o = o if o.shape == (*q.shape[:-1], v.shape[-1]) else o.reshape(*q.shape[:-1], v.shape[-1])
+    if o.shape != (*q.shape[:-1], v.shape[-1]):  # `reshape` to the same shape would cost the host time, too
+        if o.shape != (*q4.shape[:-1], v.shape[-1]):
+            raise RuntimeError(f"{impl}: o must have shape {(*q4.shape[:-1], v.shape[-1])}; got {tuple(o.shape)}")
+        o = o.reshape(*q.shape[:-1], v.shape[-1])
     return (o, result[1].reshape(q.shape[:-1])) if return_lse else o
 
 

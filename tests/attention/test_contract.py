@@ -19,6 +19,7 @@ from lmsys.attention.contract import adapt, why_not_called
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
 from lmsys.bench.findings import interpreted_kernels
+from lmsys.registry import Entry
 
 
 def zeros(*shape: int, **options: Any) -> Tensor:
@@ -193,6 +194,20 @@ def test_any_rank_of_three_or_more_gives_the_shape_of_q(
     flat_q, flat_k = (x.reshape(-1, n, *x.shape[-2:]) for x, n in zip((q, k), heads, strict=True))
     expected = naive(flat_q, flat_k, flat_k, causal=True).reshape(of_q)
     torch.testing.assert_close(o, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8, 16), (1, 2, 4, 8, 16)])
+def test_a_result_of_another_shape_is_no_result(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """(B, S, H, D) has as many elements as (B, H, S, D)."""
+    apart = Entry("apart", f"{__name__}:with_heads_last")
+    monkeypatch.setitem(vars(ATTENTION)["_own_rows"], "apart", apart)
+    q = torch.randn(shape)
+    with pytest.raises(RuntimeError, match=r"apart: o must have shape \(2, 4, 8, 16\); got \(2, 8, 4, 16\)"):
+        attention(q, q, q, impl="apart")
+
+
+def with_heads_last(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return naive(q, k, v, causal=causal, scale=scale).transpose(1, 2)
 
 
 def test_a_refusal_of_torch_without_a_reason_names_cases_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
