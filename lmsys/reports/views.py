@@ -284,7 +284,8 @@ class View:
         """
         known = [name.strip("-?!+|").partition("~")[0] for name in names]
         declared = {**self.fields, **self.first, "*": "", "@": ""}
-        hold(*((name in declared, load.no_field(name, self.fields)) for name in known))
+        # A step may have made a field of the cases, and without cases nothing tells its name.
+        hold(*((name in declared or not self.cases, load.no_field(name, self.fields)) for name in known))
         axes = [name for name in self.axes() if name not in (*known, "section", *OF_THE_ROW)]
         several = {
             "*": [name for name in self.metrics() if name not in known],

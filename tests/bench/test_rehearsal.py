@@ -187,6 +187,11 @@ def test_layouts_that_need_other_values_are_no_mistake(step: Any) -> None:
     rehearse(result)
 
 
+def test_a_name_that_a_step_has_made_is_known_without_cases() -> None:
+    steps = ["matched", "twin", "size", "size", ["impl"]], ["only", "time_s < 0"], ["ordered", "twin"]
+    rehearse(made_up(layout=layout_of(*steps)))
+
+
 def test_each_section_and_row_is_tried_at_its_first_and_last_size() -> None:
     grids = tuple(fields.Grid(name, size=(1, 2, 3)) for name in ("first", "second"))
     records = selected(Telling, telling=grids).made_up()["records"]
