@@ -156,17 +156,20 @@ def paths(config: Any, path: str = "") -> Iterator[str]:
 def _nearest(config: Any, key: str, path: str, whole: Any) -> list[str]:
     """The paths of fields that an unknown key of `config` may mean.
 
-    They are the fields of this very name in other parts of the whole config; if there are none, the fields of `config`
-    with one of the two most similar names, else such fields of the whole; if there are none either, all of `config`.
+    They are the fields of this very name in other parts of the whole config, and the fields of `config` with one of the
+    two most similar names; if there are none, such fields of the whole; if there are none either, all of `config`.
 
     path  that of `config` in the whole
     """
     here = [f"{path}.{field.name}" if path else field.name for field in fields(config)]
-    for known, least in ((list(paths(whole)), 1.0), (here, 0.6), (list(paths(whole)), 0.6)):
+    everywhere = list(paths(whole))
+
+    def similar(known: list[str], least: float = 0.6) -> list[str]:
         names = [name.rpartition(".")[2] for name in known]
-        if near := difflib.get_close_matches(key, dict.fromkeys(names), n=2, cutoff=least):
-            return [place for name in near for place in known if place.rpartition(".")[2] == name]
-    return here
+        near = difflib.get_close_matches(key, dict.fromkeys(names), n=2, cutoff=least)
+        return [place for name in near for place in known if place.rpartition(".")[2] == name]
+
+    return similar(everywhere, 1.0) + similar(here) or similar(everywhere) or here
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:

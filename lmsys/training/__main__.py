@@ -11,6 +11,7 @@ ones stay in any case.
 """
 
 import argparse
+import builtins
 import os
 import signal
 import sys
@@ -37,10 +38,15 @@ from lmsys.training.config import RunConfig
 TIMEOUT_S = 1800.0  # the timeout of a collective, in which ranks wait while rank 0 trains the tokenizer
 FOREVER_S = 20 * 86_400.0  # the timeout of a whole training
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1  # exit codes; 2 is also argparse's for words that it does not know
-# By the class of an error whose message says all, the exit code; the first class counts that the error is of.
-CODES = {loop.NonFiniteError: NONFINITE, ValueError: BAD_INPUT} | dict.fromkeys(
-    (checkpoint.SaveError, ConnectionError, OSError), FAILED
-)
+# By the class of an error whose message says all, the exit code; the first class counts that the error is of. An
+# OSError is of the system: a full disk, a broken connection. But a file that is missing may be a fault of the program.
+CODES: dict[type[BaseException], int] = {
+    loop.NonFiniteError: NONFINITE,
+    ValueError: BAD_INPUT,
+    FileNotFoundError: 0,
+    checkpoint.SaveError: FAILED,
+    OSError: FAILED,
+}
 SHORT = {  # settings that have an option of their own, by its name: (setting, word for its value in the help)
     "attention": ("model.attention", "ROW"),
     "strategy": ("train.strategy", "ROW"),
@@ -94,19 +100,17 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     try:
         config = read_config(given)
-        if given.print_config:
-            print(config.to_json())
-            return 0
-        return start(config, (given.step,) if given.step else pipeline.STEPS, given.skip_data, given.ranks)
+        if not given.print_config:
+            return start(config, (given.step,) if given.step else pipeline.STEPS, given.skip_data, given.ranks)
     except KeyboardInterrupt:
         return _failed(128 + signal.SIGINT, "interrupted at once; what was saved before stands")
-    except (ValueError, OSError) as error:  # an OSError is no fault of the program: a full disk, a broken connection
-        return _failed(next(code for kind, code in CODES.items() if isinstance(error, kind)), str(error))
     except WorkerError as error:
-        codes = {kind.__name__: code for kind, code in CODES.items()}
-        # failure[1] is the reason in one line.
-        return _failed(codes.get(error.kind, FAILED), error.failure[1] if error.kind in codes else str(error))
+        kinds = vars(builtins) | {kind.__name__: kind for kind in CODES}
+        code = _code_of(kinds.get(error.kind, Exception))
+        return _failed(code or FAILED, error.failure[1] if code else str(error))  # failure[1]: the reason in one line
     except Exception as error:
+        if code := _code_of(type(error)):
+            return _failed(code, str(error))
         if not watchdog.under_torchrun():
             raise
         if not is_lost_peer(type(error).__name__, str(error)):
@@ -114,6 +118,13 @@ def main(arguments: list[str] | None = None) -> int:
         code = _failed(FAILED, f"another rank is gone: {error}")
         time.sleep(ERRORS_S)  # torchrun blames the rank that ends first, which should be the one that failed first
         return code
+    print(config.to_json())
+    return 0
+
+
+def _code_of(kind: type[BaseException]) -> int:
+    """The exit code for an error of this class, whose message says all; 0: it needs its traceback."""
+    return next((code for known, code in CODES.items() if issubclass(kind, known)), 0)
 
 
 def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int | None) -> int:

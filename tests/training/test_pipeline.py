@@ -265,6 +265,24 @@ def test_a_disk_that_is_full_is_a_line(
     assert printed.startswith("lmsys train: ") and "File too large" in printed and printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "1")], ids=len)
+def test_a_folder_in_the_place_of_a_file_is_a_line(
+    tmp_path: Path, ranks: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"output={tmp_path / 'run'}", f"data.corpus={corpus(tmp_path)}", *SETTINGS]
+    (tmp_path / "run" / "tokenizer" / "vocab.json").mkdir(parents=True)
+    assert main([*(part for setting in settings for part in ("--set", setting)), *ranks, "tokenizer"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("lmsys train: ") and "vocab.json" in printed and printed.count("\n") == 1
+
+
+def test_a_missing_file_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a fault of the program, whose place the reader needs."""
+    monkeypatch.setitem(pipeline.FUNCTIONS, "tokenizer", lambda _: (tmp_path / "missing").open())
+    with pytest.raises(FileNotFoundError):
+        main(["--set", f"output={tmp_path / 'run'}", "--set", f"data.corpus={corpus(tmp_path)}", "tokenizer"])
+
+
 @pytest.mark.parametrize("step", pipeline.DATA_STEPS)
 def test_a_step_that_ended_in_the_middle_is_done_again(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch

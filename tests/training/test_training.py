@@ -86,6 +86,7 @@ def test_a_config_goes_through_json(
         ('{"trian": {}}', "trian: unknown key; did you mean train?"),
         ('{"train": {"stesp": 3}}', "train.stesp: unknown key; did you mean train.steps?"),
         ('{"train": {"packing": 3}}', "train.packing: unknown key; did you mean data.packing?"),
+        ('{"train": {"interval": 3}}', "mean evaluate.interval or checkpoint.interval or train.log_interval?"),
         ('{"train": {"contxt_length": 3}}', "train.contxt_length: unknown key; did you mean model.context_length?"),
         ('{"data": {"batch_size": 3}}', "data.batch_size: .* mean train.batch_size or evaluate.batch_size?"),
         ('{"learning": {}}', "learning: unknown key; did you mean output or data or model"),
