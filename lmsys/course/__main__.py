@@ -65,16 +65,18 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns
     try:
-        # Before minutes of questions: a folder that cannot be made is refused.
+        # Before minutes of questions: a checkout that is none, and places that cannot be written, are refused.
+        root = checkout.root_of(given.folder)
         values.hold(
             (
                 not given.measure or "," not in str(given.measure.resolve()),
                 f"--measure {given.measure}: its path has a comma, at which the bench splits it: name another folder",
-            )
+            ),
+            (not (given.html and given.html.is_dir()), f"--html {given.html}: it is a folder, and a file is written"),
         )
         for folder in filter(None, (given.html and given.html.parent, given.measure)):
             folder.mkdir(parents=True, exist_ok=True)
-        for answer in answers_of(checkout.root_of(given.folder), given.part):
+        for answer in answers_of(root, given.part):
             answers.append(answer)
             print(json.dumps(answer) if given.json else _line(answer, width), flush=True)
         if not given.json:
@@ -83,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.html is not None:
             given.html.write_text(_page(given.folder, answers), encoding="utf-8")
         is_measured = given.measure is None or measure(
-            checkout.root_of(given.folder),
+            root,
             {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT},
             given.measure.resolve(),
         )

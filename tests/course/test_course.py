@@ -315,21 +315,26 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
-@pytest.mark.parametrize("option", ["--html={}/page.html", "--measure={}"])
+@pytest.mark.parametrize("option", ["--html={}/file/page.html", "--html={}", "--measure={}/file"])
 def test_where_nothing_can_be_written_nothing_is_asked(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkout: Path
 ) -> None:
     monkeypatch.setattr("lmsys.course.__main__.answers_of", None)
     (tmp_path / "file").touch()
-    assert main([str(tmp_path), option.format(tmp_path / "file")]) == 2
+    assert main([str(checkout), option.format(tmp_path)]) == 2
     assert re.search(r"^lmsys course: error: .*file", capsys.readouterr().err)
 
 
+def test_beside_no_checkout_no_folder_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), f"--measure={tmp_path / 'speed'}", f"--html={tmp_path / 'site' / 'page.html'}"]) == 2
+    assert "must be a checkout" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_the_bench_would_split_is_refused_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkout: Path
 ) -> None:
     monkeypatch.setattr("lmsys.course.__main__.answers_of", None)
-    assert main([str(tmp_path), f"--measure={tmp_path / 'speed, mine' / 'new'}"]) == 2
+    assert main([str(checkout), f"--measure={tmp_path / 'speed, mine' / 'new'}"]) == 2
     assert "its path has a comma" in capsys.readouterr().err and not (tmp_path / "speed, mine").exists()
 
 
