@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # {name without a prefix: keywords of ar
     "no-isolation": {"action": "store_true", "help": "run rows in pytest's own process, for a debugger"},
     "own-process": {
         "action": "store_true",
-        "help": "attention rows run in processes of their own, and are judged from outside; CPU, Linux",
+        "help": "attention rows run in processes of their own, and are judged from outside; Linux",
     },
     "repeat": {
         "type": int,
