@@ -200,7 +200,7 @@ def test_any_rank_of_three_or_more_gives_the_shape_of_q(
 def test_a_result_of_another_shape_is_no_result(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """(B, S, H, D) has as many elements as (B, H, S, D)."""
     apart = Entry("apart", f"{__name__}:with_heads_last")
-    monkeypatch.setitem(vars(ATTENTION)["_own_rows"], "apart", apart)
+    monkeypatch.setitem(ATTENTION._all_rows, "apart", apart)
     q = torch.randn(shape)
     with pytest.raises(RuntimeError, match=r"apart: o must have shape \(2, 4, 8, 16\); got \(2, 8, 4, 16\)"):
         attention(q, q, q, impl="apart")
