@@ -186,7 +186,7 @@ WRONG_FACTS = [
         (RESULT | {"rows": {"attention": [{"name": "x", "label": "x", "rivals": 3}]}}, "rows.attention[0].rivals=3"),
         (
             RESULT | {"fields": {"attention": []}, "records": [naive(1)]},
-            "no field 'impl' is declared",
+            "no field 'section' is declared",
         ),
     ],
 )
