@@ -44,7 +44,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing import connection, reduction
 from typing import Any
 
@@ -146,6 +146,7 @@ class _Row:
         self._line, self._launched = line, launched
         self._options: dict[str, Any] = {}  # keywords of all calls
         self._kept: Any = None  # the results of the last call
+        self._arrive: Callable[..., Any] = nothing  # on a GPU: has the next call wait until its inputs have arrived
         # Tensors by (owner, group), as `_placed` returns them: those that are shared, and those that calls read. The
         # owner is the target of the row that they are for: the process of `null` is called with those of each row.
         self._shared: dict[Any, Any] = {}
@@ -185,15 +186,13 @@ class _Row:
     def tell(self, options: dict[str, Any], arrived: bytes | None, mode: list[bool]) -> None:
         """Takes the keywords of all calls that follow. Frees memory.
 
-        arrived  for timed calls on a GPU: the handle of the event that the judge records once the inputs are copied;
-                 else None
+        arrived  for timed calls on a GPU: the handle of `_arrived`, for which all later calls wait; else None
         mode     torch's deterministic mode in the judge, in which the calls are made
         """
         if mode != deterministic.mode():  # setting it may load torch's compiler
             deterministic.set_mode(mode)
         self._options, self._kept = options, None
         compare.release_memory()
-        self._arrive: Callable[..., Any] = nothing
         if arrived is not None:
             event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", torch.cuda.current_device()), arrived)
             self._arrive = partial(torch.cuda.current_stream().wait_event, event)
@@ -407,7 +406,7 @@ class Process:
         drawn = {"inputs": {x: tensors[x] for x in "qkv"}, "upstream": {"0": tensors["do"]}}
         wanted = {"results": {"o": tensors["do"]}, "gradients": {f"d{x}": tensors[x] for x in "qkv"}}
         blocks = {group: self.put(group, xs, null) for group, xs in (drawn | wanted).items()}
-        arrived = torch.cuda.Event(interprocess=True) if self.settings.device == "cuda" else None
+        arrived = _arrived() if self.settings.device == "cuda" else None
         for row in (null, self):
             row.ask("tell", options, arrived and arrived.ipc_handle(), deterministic.mode())
         call = partial(self._timed_call, null, blocks, drawn, arrived)
@@ -429,7 +428,7 @@ class Process:
 
         blocks   by group: the memory that both processes share with this one
         drawn    by group: the tensors that are copied there for a call of the row
-        arrived  the event by which the row's process waits for them on a GPU; None on a CPU
+        arrived  `_arrived`, for which the row's process waits on a GPU; None on a CPU
         pair     (the process that is called, the clock); None: the row's process and a clock of the CPU
         """
         row, base = pair or (self, clock.CpuClock())
@@ -477,6 +476,15 @@ class Process:
             for name in ("peak_bytes", "saved_bytes")[: 1 + (direction != "fwd")]  # "fwd": without "saved_bytes"
             if type(answer.get(name)) is int
         }
+
+
+@cache
+def _arrived() -> Any:
+    """The event that the judge records on a GPU once a call's inputs are copied.
+
+    All steps share it: a process that several steps call, as that of `null`, waits for the event that it was told last.
+    """
+    return torch.cuda.Event(interprocess=True)
 
 
 def _settle() -> None:

@@ -140,6 +140,18 @@ def test_an_honest_foreign_row_is_not_refused(device: str) -> None:
         assert record["outcome"] == "ok" and record["time_s"] > 0 and record["own_process"], record["reason"]
 
 
+@pytest.mark.usefixtures("foreign_processes")
+def test_honest_foreign_rows_that_take_turns_are_not_refused(device: str) -> None:
+    """Both are measured beside the same process of `null`, which serves the steps of both."""
+    rows = [
+        foreign.Foreign.of(Settings(device=device), Entry(module, f"tests.support.{module}:honest"))
+        for module in ("cheats", "foreign_cheats")
+    ]
+    cases = [AttentionTest("s", row, device, *SHAPE[device], "float32", True, "fwd") for row in rows]
+    for record in harness.results(Attention(), cases, device=device, seconds_per_row=0.05):
+        assert record["outcome"] == "ok" and record["own_process"], record["reason"]
+
+
 @given(st.text() | st.booleans() | st.none() | st.integers() | st.floats(max_value=-1e-9) | st.floats(min_value=60))
 @example(-1.0)
 @example(math.nan)
