@@ -561,7 +561,7 @@ class ApartClock(clock.CpuClock):
     """
 
     def __init__(self, null: Process, row: Process, base: Any):
-        self._rows, self._base = (null, row), base
+        self._rows, self._base, self.others = (null, row), base, base.others
 
     def sample(
         self, run: Callable[[Any], Any], prepare: Any = nothing, late: Callable[[], Any] = nothing
@@ -600,7 +600,7 @@ class ApartClock(clock.CpuClock):
             if not trusted and late >= MOST_LATE * len(pending) and leaning(late_s) > DOUBT:
                 by_s = statistics.median(x for x in late_s if x > 0)
                 raise clock.ClockError(
-                    f"it {text}: {late} of {len(pending)} took {by_s * 1e6:.0f} us longer than it says"
+                    f"it {text}: {late} of {len(pending)} took {by_s * 1e6:.0f} us longer than it says", self.others()
                 )
         return [
             replace(seen, run_s=seen.run_s + sum(max(0.0, seen.late_s(name)) for name in MARGIN_SHARES if not trusted))

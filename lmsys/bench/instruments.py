@@ -128,7 +128,8 @@ class Instruments:
 
         A clock that reads impossible times asks the recorder how many processes of other programs use the device.
         """
-        now = Conditions(self.settings.device, self.sensors, self.parent)
+        by_host = self.settings.device == "cpu" or self.settings.apart  # a row's own process must be woken for a call
+        now = Conditions(self.sensors, self.parent, by_host)
         for clock in self.clocks.values():
             clock.others = now.strangers
         return now

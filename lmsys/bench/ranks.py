@@ -212,9 +212,7 @@ def _others(kind: str) -> int | None:
     Under torchrun, PARENT is not set. Then the processes that torchrun's agent, this process's parent, has started
     belong to the run.
     """
-    return sensors.Conditions(
-        kind, sensors.sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))
-    ).strangers()
+    return sensors.Conditions(sensors.sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))).strangers()
 
 
 def _together(group: Any) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize
+from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, ClockError, Cost, CpuClock, synchronize
 from lmsys.measure.step import Failure, Kept, Step, nothing
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
@@ -300,11 +300,11 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
         clock.wait(FIRST_LEAD_S)
         readings = clock.read([_sample_again(step, clock) for _ in range(1 + clock.num_prepares)])
         prepare_s = min(reading.prepare_s for reading in readings[1:])  # the first follows no call
-    return (
-        "wrong",
+    return ClockError(
         f"the untimed call before each timed one took {prepare_s * 1e6:.0f} us, alone it takes {alone_s * 1e6:.0f}: "
         "work that was to be timed was done there",
-    )
+        clock.others(),
+    ).failure
 
 
 def _least_after_a_call(step: Step, call: Callable[[], Any], clock: Clock) -> float:

@@ -240,12 +240,13 @@ EXPECTED = 0x1 | 0x2 | 0x4  # reasons that are no disturbance: a GPU under load 
 class Conditions:
     """The conditions on a device, from the moment when this object is made until `record` is called.
 
-    parent  the id of the process that started the run. It and its descendants are the *family*; all other processes on
-            the device are *strangers*
+    parent   the id of the process that started the run. It and its descendants are the *family*; all other processes on
+             the device are *strangers*
+    by_host  True: figures depend on how soon a CPU serves a process, so that programs on the CPUs disturb them
     """
 
-    def __init__(self, device: str, sensors: Sensors, parent: int):
-        self._device, self._sensors, self._parent = device, sensors, parent
+    def __init__(self, sensors: Sensors, parent: int, by_host: bool = False):
+        self._sensors, self._parent, self._by_host = sensors, parent, by_host
         self._load, self._strangers = host.load(parent), self._count()
 
     def record(self, readings: Sequence[Reading]) -> dict[str, Any]:
@@ -254,7 +255,7 @@ class Conditions:
         return state_of(readings) | {
             "other_processes": strangers,
             "others_cpu_share": share,
-            "disturbed": disturbance(_reasons(readings), strangers, share if self._device == "cpu" else None),
+            "disturbed": disturbance(_reasons(readings), strangers, share if self._by_host else None),
         }
 
     def strangers(self) -> int | None:

@@ -153,6 +153,14 @@ def test_a_row_is_refused_if_most_of_its_calls_are_late(late: list[float], copie
     assert not judged(seen(late, copies), trusted=True)
 
 
+def test_calls_may_be_late_because_others_use_the_device() -> None:
+    shared = CpuClock()
+    shared.others = lambda: 2  # type: ignore[method-assign]
+    with pytest.raises(ClockError) as error:
+        foreign.ApartClock(None, None, shared).read(seen([50.0] * 10, [0] * 10))  # type: ignore[arg-type]
+    assert error.value.failure[0] == "error" and OUTSIDE in str(error.value)
+
+
 def test_a_late_call_counts_with_what_the_judge_waited() -> None:
     """A run takes ten calls where they are long, and eight of ten may be late by chance."""
     calls = seen([50.0] * 5 + [0.9] + [0.0] * 4, [0.0] * 5 + [0.9] + [50.0] * 3 + [-50.0])

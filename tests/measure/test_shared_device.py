@@ -5,10 +5,12 @@ device is its own; if strangers use the device, they may be the cause. The GPU i
 `FakeDevice.others` are the processes that use it; STRANGER is one that is not of the run.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -50,13 +52,14 @@ class StubbedGpuClock(CudaClock):
 
     def __init__(self) -> None:
         self.ahead, self.name, self.share_s, self.others = True, "cuda_event", 0.0, nothing
-        self._most_gap_s, self._marks, self._cpu = 1e-3, {}, CpuClock()
+        self._most_gap_s, self._marks, self._cpu, self._numbers = 1e-3, {}, CpuClock(), itertools.count()
 
     def sample(self, run: Any, prepare: Any = nothing, late: Any = nothing) -> tuple[int, Any]:
         reading, result = self._cpu.sample(run, prepare, late)
-        start = time.perf_counter() + self.busy_s
-        marks = start - self.busy_s, start - self.busy_s, start, start + reading.run_s
-        self._marks[number := len(self._marks)] = tuple(map(Mark, marks)), 0.0
+        ready = time.perf_counter()
+        start = ready + self.busy_s
+        marks = ready - reading.prepare_s, ready, start, start + reading.run_s
+        self._marks[number := next(self._numbers)] = tuple(map(Mark, marks)), 0.0
         return number, result
 
     def shares(self, take: Any) -> dict[str, float]:
@@ -113,6 +116,23 @@ def test_others_that_have_gone_meanwhile_were_seen() -> None:
 def test_a_row_that_others_did_not_disturb_has_its_time() -> None:
     for row in measured(Telling(), [os.getpid(), STRANGER], busy_s=0.0):
         assert row["outcome"] == "ok" and row["time_s"] > 0
+
+
+class PreparesTooMuch(Telling):
+    """Has an untimed call before each timed one that takes 20 ms longer than its reference."""
+
+    def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
+        return replace(super().step(case, candidate, setup), prepare=partial(time.sleep, 0.02), like=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("others", "outcome", "reason"),
+    [([os.getpid()], "wrong", "the untimed call"), ([STRANGER], "error", "other programs used the device (processes")],
+)
+def test_others_may_be_why_an_untimed_call_takes_long(others: list[int], outcome: str, reason: str) -> None:
+    for row in measured(PreparesTooMuch(), [os.getpid(), *others], busy_s=0.0):
+        assert (row["outcome"], row["reason"].startswith(reason)) == (outcome, True), row["reason"]
+        assert "work that was to be timed was done there" in row["reason"]
 
 
 class WrongInTimedCalls(Telling):
